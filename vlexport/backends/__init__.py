@@ -42,7 +42,7 @@ __all__ = (
 
 def backend_names() -> list[str]:
     """Return every backend that ships, by file name."""
-    names = (found.name for found in pkgutil.iter_modules(__path__))
+    names = (module.name for module in pkgutil.iter_modules(__path__))
     return sorted(name for name in names if not name.startswith("_") and name != "base")
 
 
@@ -77,10 +77,10 @@ def require(
             f"device '{device}' with backend '{backend.name}': "
             + (f"{choice} expected." if choice else "it has no choice of devices. Leave device out.")
         )
-    found = capability_of(backend, dtype, quantise)
-    if found is None:
-        every = [each for name in backend_names() for each in find_backend(name).capabilities]
-        schemes = {each.quantisation.name for each in every if each.quantisation}
+    capability = capability_of(backend, dtype, quantise)
+    if capability is None:
+        every = [capability for name in backend_names() for capability in find_backend(name).capabilities]
+        schemes = {capability.quantisation.name for capability in every if capability.quantisation}
         if quantise is not None and quantise not in schemes:
             raise UnsupportedError(
                 f"quantize {quantise} given, {' or '.join(sorted(schemes))} expected. "
@@ -88,17 +88,17 @@ def require(
             )
         if dtype in schemes:
             raise UnsupportedError(f"dtype '{dtype}' given, a floating dtype expected. Pass it as quantize.")
-        wanted = f"{dtype} with weights in {quantise}" if quantise else dtype
+        precision = f"{dtype} with weights in {quantise}" if quantise else dtype
         served = sorted(capability.spelled for capability in backend.capabilities)
         able = _serving(dtype, quantise)
-        known = sorted({each.spelled for each in every})
+        spelled = sorted({capability.spelled for capability in every})
         instead = (
-            f"{wanted} is served by: {', '.join(able)}."
+            f"{precision} is served by: {', '.join(able)}."
             if able
-            else f"No backend serves {wanted}; precisions are {', '.join(known)}."
+            else f"No backend serves {precision}; precisions are {', '.join(spelled)}."
         )
         raise UnsupportedError(
-            f"backend '{backend.name}' does not serve {wanted}. It serves: {', '.join(served)}. {instead}"
+            f"backend '{backend.name}' does not serve {precision}. It serves: {', '.join(served)}. {instead}"
         )
     reason = backend.cannot_take_bytes if input_dtype == BYTES else None
     if reason is not None:
@@ -106,13 +106,13 @@ def require(
     reason = backend.missing()
     if reason is not None:
         raise MisfitError(f"backend '{backend.name}' cannot be used here: {reason}")
-    unable = backend.cannot_compute(found.precision, device)
+    unable = backend.cannot_compute(capability.precision, device)
     if unable is not None:
-        wanted = f"quantize {quantise}" if quantise else f"dtype {dtype}"
+        precision = f"quantize {quantise}" if quantise else f"dtype {dtype}"
         others = ", ".join(name for name in _serving(dtype, quantise) if name != backend.name)
         elsewhere = f" {quantise or dtype} is served by: {others}." if others else ""
-        raise UnsupportedError(f"{wanted} with backend '{backend.name}': {unable}{elsewhere}")
-    return found
+        raise UnsupportedError(f"{precision} with backend '{backend.name}': {unable}{elsewhere}")
+    return capability
 
 
 def _serving(dtype: str, quantise: str | None) -> list[str]:
@@ -121,7 +121,10 @@ def _serving(dtype: str, quantise: str | None) -> list[str]:
 
 def capability_of(backend: Backend, dtype: str, quantise: str | None = None) -> Capability | None:
     """Return the capability of a dtype and of a quantisation by its name, if the backend has it."""
-    for each in backend.capabilities:
-        if each.dtype == dtype and (each.quantisation.name if each.quantisation else None) == quantise:
-            return each
+    for capability in backend.capabilities:
+        if (
+            capability.dtype == dtype
+            and (capability.quantisation.name if capability.quantisation else None) == quantise
+        ):
+            return capability
     return None

@@ -51,7 +51,7 @@ class CapturedCalls:
     ) -> None:
         self.function = function
         self.spec = spec
-        self.sizes = sorted(sizes, key=lambda each: tuple(each.values()))
+        self.sizes = sorted(sizes, key=lambda counts: tuple(counts.values()))
         self.device = torch.device(device)
         self.capture = capture or (Graphs(self.device) if self.device.type == "cuda" else as_call)
         self.captured: dict[int, Captured] = {}
@@ -73,7 +73,7 @@ class CapturedCalls:
     def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the outputs of the call, without the rows of the padding, in memory of their own."""
         values = bind(self.spec.inputs, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
-        given = {name: to_device(tensor, self.device) for name, tensor in tensors.items()}
+        inputs = {name: to_device(tensor, self.device) for name, tensor in tensors.items()}
         places = (
             place
             for place, sizes in enumerate(self.sizes)
@@ -83,10 +83,10 @@ class CapturedCalls:
         captured = None if place is None else self._ready(place)
         if captured is None:
             self.num_as_they_are += 1
-            return self.function(given)
+            return self.function(inputs)
         self.num_replays += 1
         for name, buffer in captured.buffers.items():
-            refill(buffer, given[name], "repeat_last" if is_bounds(name) else "zero")
+            refill(buffer, inputs[name], "repeat_last" if is_bounds(name) else "zero")
         captured.replay()
         rows = {spec.name: _size(spec.shape[0], values) for spec in self.spec.outputs}
         return {name: captured.outputs[name][:count].clone() for name, count in rows.items()}

@@ -95,15 +95,15 @@ class Engine:
         self.require_own_process()
         values = bind(self.spec.inputs, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
         for spec in self.spec.inputs:
-            given = str(tensors[spec.name].dtype).removeprefix("torch.")
-            if given != spec.dtype:
-                raise InputError(f"{spec.name}: {given} given, {spec.dtype} expected.")
+            dtype = str(tensors[spec.name].dtype).removeprefix("torch.")
+            if dtype != spec.dtype:
+                raise InputError(f"{spec.name}: {dtype} given, {spec.dtype} expected.")
         check_within(self.spec.profile, values)
         chosen = {spec.name: tensors[spec.name] for spec in self.spec.inputs}
         with self._turn, self._on_device():
-            found = self._opened().run(chosen)
-        _check_outputs(self.spec.outputs, found, values)
-        return found
+            outputs = self._opened().run(chosen)
+        _check_outputs(self.spec.outputs, outputs, values)
+        return outputs
 
     def require_own_process(self) -> None:
         """Refuse a closed engine, and a process that a fork made: threads of libraries do not survive one."""
@@ -151,15 +151,15 @@ class Engine:
 
 
 def _check_outputs(
-    specs: Sequence[TensorSpec], found: Mapping[str, Tensor], values: Mapping[Symbol, int]
+    specs: Sequence[TensorSpec], outputs: Mapping[str, Tensor], values: Mapping[Symbol, int]
 ) -> None:
     for spec in specs:
-        tensor = found.get(spec.name)
+        tensor = outputs.get(spec.name)
         shape = [size_of(dim, values) for dim in spec.shape]
-        given = None if tensor is None else (str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
-        if given is None or given[0] != spec.dtype or not _fits(shape, given[1]):
+        actual = None if tensor is None else (str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+        if actual is None or actual[0] != spec.dtype or not _fits(shape, actual[1]):
             raise BundleError(
-                f"the engine gave {given or 'nothing'} as '{spec.name}'; {spec.dtype} {shape} is in its "
+                f"the engine gave {actual or 'nothing'} as '{spec.name}'; {spec.dtype} {shape} is in its "
                 "manifest. Build the bundle again or fetch an intact copy."
             )
 
@@ -205,4 +205,4 @@ def refused_by(
 
 def is_large(tensors: Mapping[str, Tensor]) -> bool:
     """Return whether a library has to give back what it took for a call; values count, of any type."""
-    return sum(each.numel() for each in tensors.values()) > KEPT_VALUES
+    return sum(tensor.numel() for tensor in tensors.values()) > KEPT_VALUES

@@ -27,7 +27,7 @@ class Sums(Protocol):
     """Calls of a copy of a stored program which give the results of its additions by name."""
 
     def __call__(
-        self, inputs: Mapping[str, Tensor], fed: Mapping[str, Tensor], wanted: Collection[str] = ()
+        self, inputs: Mapping[str, Tensor], fed: Mapping[str, Tensor], only: Collection[str] = ()
     ) -> Mapping[str, Tensor]:
         """Return the sums in `wanted`, else all; parts that read a sum in `fed` get the rows given there."""
 
@@ -126,9 +126,9 @@ def inside_of(backend: Backend, payloads: Payloads) -> Inside:
     if not isinstance(backend, ShowsContents):
         return Inside()
     refused = refused_by(f"backend '{backend.name}'", Exception)
-    found = refused(backend.inside)(payloads)
+    inside = refused(backend.inside)(payloads)
     return replace(
-        found, sums=found.sums and refused(found.sums), partly=found.partly and refused(found.partly)
+        inside, sums=inside.sums and refused(inside.sums), partly=inside.partly and refused(inside.partly)
     )
 
 

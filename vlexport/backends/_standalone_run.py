@@ -28,10 +28,10 @@ def main() -> int:
     run = {"onnxruntime": _onnxruntime, "openvino": _openvino}[job["library"]](library, job)
     wrong = 0
     for case in _read("inputs.json")["cases"]:
-        found = run({name: _array(**entry) for name, entry in case["inputs"].items()})
+        outputs = run({name: _array(**entry) for name, entry in case["inputs"].items()})
         for name, entry in expected["outputs"][case["name"]].items():
-            given, wanted = (_floats(each, entry["dtype"]) for each in (found[name], _array(**entry)))
-            agrees, line = _compared(given, wanted, expected["limits"])
+            actual, stored = (_floats(array, entry["dtype"]) for array in (outputs[name], _array(**entry)))
+            agrees, line = _compared(actual, stored, expected["limits"])
             sys.stdout.write(f"{case['name']}: {name} {line}\n")
             wrong += not agrees
     return int(wrong > 0)
@@ -42,23 +42,23 @@ def _onnxruntime(library: Any, job: Any) -> Callable[[Arrays], Arrays]:
     for name, value in job["settings"].items():
         setattr(settings, name, value)
     session = library.InferenceSession(str(HERE / job["model"]), settings, providers=[job["device"]])
-    names = [each.name for each in session.get_outputs()]
+    names = [output.name for output in session.get_outputs()]
     return lambda inputs: dict(zip(names, session.run(names, inputs), strict=True))
 
 
 def _openvino(library: Any, job: Any) -> Callable[[Arrays], Arrays]:
     core = library.Core()
     model = core.compile_model(core.read_model(HERE / job["model"]), job["device"], job["settings"])
-    names = [each.get_any_name() for each in model.outputs]
-    narrow = {each.get_any_name() for each in model.inputs if each.element_type == library.Type.bf16}
+    names = [port.get_any_name() for port in model.outputs]
+    narrow = {port.get_any_name() for port in model.inputs if port.element_type == library.Type.bf16}
 
     def run(inputs: Arrays) -> Arrays:
         typed = {
             name: library.Tensor(inputs[name], library.Shape(inputs[name].shape), library.Type.bf16)
             for name in narrow
         }
-        found = model.create_infer_request().infer({**inputs, **typed})
-        return {name: found[name] for name in names}
+        results = model.create_infer_request().infer({**inputs, **typed})
+        return {name: results[name] for name in names}
 
     return run
 
@@ -77,16 +77,19 @@ def _floats(array: Any, dtype: str) -> Any:
     return (array.view("uint16").astype("uint32") << 16).view("float32") if dtype == "bfloat16" else array
 
 
-def _compared(found: Any, wanted: Any, limits: dict[str, float]) -> tuple[bool, str]:
-    if found.shape != wanted.shape:
-        return False, f"shape {list(found.shape)}, {list(wanted.shape)} expected: differs"
-    error, size = found.astype("float64") - wanted, wanted.astype("float64")
+def _compared(actual: Any, stored: Any, limits: dict[str, float]) -> tuple[bool, str]:
+    if actual.shape != stored.shape:
+        return False, f"shape {list(actual.shape)}, {list(stored.shape)} expected: differs"
+    error, size = actual.astype("float64") - stored, stored.astype("float64")
     rows = np.linalg.norm(error, axis=-1) / np.linalg.norm(size, axis=-1)
     errors = {"relative_l2": np.linalg.norm(error) / np.linalg.norm(size), "worst_token": rows.max()}
     agrees = all(errors[name] <= limit for name, limit in limits.items())
     bounds = {name: f" of {limit:.2g}" for name, limit in limits.items()}
     words = ", ".join(f"{name} {value:.2g}{bounds.get(name, '')}" for name, value in errors.items())
-    return agrees, f"{list(found.shape)}: {words} (row {int(rows.argmax())}): {'ok' if agrees else 'differs'}"
+    return (
+        agrees,
+        f"{list(actual.shape)}: {words} (row {int(rows.argmax())}): {'ok' if agrees else 'differs'}",
+    )
 
 
 if __name__ == "__main__":

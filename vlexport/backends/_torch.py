@@ -83,13 +83,13 @@ def read_weights(content: bytes) -> dict[str, Tensor]:
         # Bytes cannot be written, and nobody writes weights.
         warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
         flat = torch.frombuffer(content, dtype=torch.uint8, offset=start)
-    found = {}
+    tensors = {}
     for name, entry in header.items():
         if name != "__metadata__":
             begin, end = entry["data_offsets"]
             dtype: torch.dtype = getattr(torch, DTYPES[entry["dtype"]])
-            found[name] = flat[begin:end].view(dtype).reshape(entry["shape"])
-    return found
+            tensors[name] = flat[begin:end].view(dtype).reshape(entry["shape"])
+    return tensors
 
 
 def save_program(program: ExportedProgram, path: Path) -> None:

@@ -111,9 +111,9 @@ class BuildLimits:
 
     def __post_init__(self) -> None:
         # Thirty years, and more memory than any machine has: timers and limits of the system represent them.
-        for given, unit, most in ((self.seconds, "seconds", 10**9), (self.gibibytes, "GiB", 2**20)):
-            if not 0 <= given <= most:
-                raise RequestError(f"a limit of {given:g} {unit} given; 0 (no limit) to {most} expected.")
+        for limit, unit, most in ((self.seconds, "seconds", 10**9), (self.gibibytes, "GiB", 2**20)):
+            if not 0 <= limit <= most:
+                raise RequestError(f"a limit of {limit:g} {unit} given; 0 (no limit) to {most} expected.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -244,7 +244,7 @@ class Backend(ABC):
         release = self.versions()[self.distributions[-1]]
         return Target(backend=self.name, version=release, platform=platform_here(), device=self.device)
 
-    def here(self, made: Target) -> Target:
+    def here(self, target: Target) -> Target:
         """Return this machine as an engine that was built for a target would run on it."""
         return self.target()
 

@@ -70,20 +70,20 @@ def sizes_of(graph: Graph) -> list[dict[str, int]]:
     """Return every symbol's size, for each budget that the profile has use for."""
     from vlexport.vision.static_shapes import doubling
 
-    found: list[dict[str, int]] = []
+    calls: list[dict[str, int]] = []
     tokens = graph.outputs[0].shape[0]
     if isinstance(tokens, int):
-        return found
+        return calls
     largest = min(LARGEST, graph.profile.range_of(tokens).max)
     packing = graph.recipe.packing(graph.config)
     doubled = doubling(min(SMALLEST, largest), largest)
-    between = [3 * each // 2 for each in doubled if each >= PADDED and 3 * each // 2 < largest]
+    between = [3 * budget // 2 for budget in doubled if budget >= PADDED and 3 * budget // 2 < largest]
     for budget, frames in product(sorted([*doubled, *between]), FRAMES):
         sizes = packing.capture_sizes(budget, min(budget, frames))
-        named = {str(each): size for each, size in sizes.items()}
+        named = {str(symbol): size for symbol, size in sizes.items()}
         # Where one item has more tokens than the smallest budget, the first ones are one.
-        found += [named] if named not in found else []
-    return found
+        calls += [named] if named not in calls else []
+    return calls
 
 
 def captured_calls(
@@ -109,7 +109,7 @@ def moved(program: ExportedProgram, device: str) -> ExportedProgram:
 
 def known_sizes(sizes: list[dict[str, int]]) -> list[dict[Symbol, int]]:
     """Return the sizes of calls, by symbol."""
-    return [{Symbol(name): size for name, size in each.items()} for each in sizes]
+    return [{Symbol(name): size for name, size in named.items()} for named in sizes]
 
 
 class _Runner(_torch.TorchRunner):

@@ -67,7 +67,7 @@ class Eager(Backend):
         module = functools.cache(program.module)
 
         def sums(
-            inputs: Mapping[str, Tensor], fed: Mapping[str, Tensor], wanted: Collection[str] = ()
+            inputs: Mapping[str, Tensor], fed: Mapping[str, Tensor], only: Collection[str] = ()
         ) -> Mapping[str, Tensor]:
             results: dict[str, Tensor] = {}
 
@@ -80,7 +80,7 @@ class Eager(Backend):
 
             with torch.inference_mode():
                 Sums(module()).run(dict(inputs))
-            return {name: rows for name, rows in results.items() if name in wanted or not wanted}
+            return {name: rows for name, rows in results.items() if name in only or not only}
 
         return Inside(weights=program.state_dict, sums=sums)
 

@@ -69,7 +69,9 @@ class Inductor(Backend):
         # Weights stay outside the shared object.
         write_package(program, out / PACKAGE, {"aot_inductor.package_constants_in_so": False})
         # The trace found some tensors outside the state.
-        constants = {name: each for name, each in program.constants.items() if isinstance(each, torch.Tensor)}
+        constants = {
+            name: tensor for name, tensor in program.constants.items() if isinstance(tensor, torch.Tensor)
+        }
         _torch.write_weights(out / WEIGHTS, {**program.state_dict, **constants})
 
     def open(self, payloads: Payloads, spec: EngineSpec, options: Options) -> Runner:
@@ -81,7 +83,9 @@ class Inductor(Backend):
             package.load_constants(constants, check_full_update=True, user_managed=True)
 
         def call(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-            results: dict[str, Tensor] = package({name: each.contiguous() for name, each in tensors.items()})
+            results: dict[str, Tensor] = package(
+                {name: tensor.contiguous() for name, tensor in tensors.items()}
+            )
             return results
 
         # The package reads its constants in place.
@@ -95,7 +99,7 @@ class Inductor(Backend):
         def zeros() -> Tensor:
             import torch
 
-            return torch.zeros(max(each.nbytes for each in weights.values()), dtype=torch.uint8)
+            return torch.zeros(max(weight.nbytes for weight in weights.values()), dtype=torch.uint8)
 
         def partly(inputs: Mapping[str, Tensor], off: Callable[[str], bool]) -> Mapping[str, Tensor]:
             """Run the compiled package with some of its weights at zero.
@@ -106,14 +110,14 @@ class Inductor(Backend):
 
             package = opened()
             names = package.get_constant_fqns()
-            given = {
-                name: zeros()[: each.nbytes].view(each.dtype).view(each.shape) if off(name) else each
-                for name, each in weights.items()
+            constants = {
+                name: zeros()[: weight.nbytes].view(weight.dtype).view(weight.shape) if off(name) else weight
+                for name, weight in weights.items()
                 if name in names
             }
-            package.load_constants(given, check_full_update=True, user_managed=True)
+            package.load_constants(constants, check_full_update=True, user_managed=True)
             with torch.inference_mode():
-                return {name: each.clone() for name, each in package(dict(inputs)).items()}
+                return {name: rows.clone() for name, rows in package(dict(inputs)).items()}
 
         return Inside(weights=weights, partly=partly)
 

@@ -98,8 +98,8 @@ class OnnxRuntime(Backend):
             instruction_set="+".join(dot_products()) or None,
         )
 
-    def here(self, made: Target) -> Target:
-        on_gpu = made.device == "cuda" and no_cuda() is None
+    def here(self, target: Target) -> Target:
+        on_gpu = target.device == "cuda" and no_cuda() is None
         return replace(self.target(), device="cuda") if on_gpu else self.target()
 
     def cannot_compute(self, precision: Precision, device: str | None = None) -> str | None:
@@ -183,13 +183,13 @@ def _call(content: bytes) -> GraphCall:
     with _refused():
         header.check_model(content, {})
         session = library.InferenceSession(bytes(content), settings, providers=[CPU])
-    taken, given = ([each.name for each in ends] for ends in (session.get_inputs(), session.get_outputs()))
+    taken, returned = ([end.name for end in ends] for ends in (session.get_inputs(), session.get_outputs()))
 
     def run(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         arrays = as_arrays(tensors)
         with _refused(tensors):
-            results = session.run(given, {name: arrays[name] for name in taken})
-            return {name: torch.from_numpy(rows) for name, rows in zip(given, results, strict=True)}
+            results = session.run(returned, {name: arrays[name] for name in taken})
+            return {name: torch.from_numpy(rows) for name, rows in zip(returned, results, strict=True)}
 
     return run
 
@@ -204,9 +204,9 @@ def _initializers(model: Any, weights: memoryview) -> dict[str, Tensor]:
     import torch
 
     arrays = _stored(model, weights)
-    for each in model.graph.initializer:
-        if each.name not in arrays:
-            arrays[each.name] = onnx.numpy_helper.to_array(each).copy()
+    for tensor in model.graph.initializer:
+        if tensor.name not in arrays:
+            arrays[tensor.name] = onnx.numpy_helper.to_array(tensor).copy()
     with warnings.catch_warnings():
         # Bytes cannot be written, and nobody writes weights.
         warnings.filterwarnings("ignore", message="The given", category=UserWarning)
@@ -223,12 +223,14 @@ def _stored(model: Any, weights: memoryview) -> dict[str, np.ndarray]:
     import onnx
 
     arrays = {}
-    for each in model.graph.initializer:
-        place = {entry.key: entry.value for entry in each.external_data}
+    for tensor in model.graph.initializer:
+        place = {entry.key: entry.value for entry in tensor.external_data}
         if place:
-            kind = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(each.data_type))
+            kind = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type))
             start, length = int(place.get("offset", 0)), int(place["length"])
-            arrays[each.name] = np.frombuffer(weights[start : start + length], kind).reshape(tuple(each.dims))
+            arrays[tensor.name] = np.frombuffer(weights[start : start + length], kind).reshape(
+                tuple(tensor.dims)
+            )
     return arrays
 
 
@@ -260,10 +262,10 @@ def _settings(options: Options) -> Any:
     return settings
 
 
-def _require_provider(library: Any, session: Any, wanted: str) -> None:
+def _require_provider(library: Any, session: Any, provider: str) -> None:
     """Refuse a session that the library has opened with another provider, which it only logs."""
-    found = session.get_providers()[0]
-    if found == wanted:
+    chosen = session.get_providers()[0]
+    if chosen == provider:
         return
     part = Path(library.__file__).parent / "capi" / "libonnxruntime_providers_cuda.so"
     reason = f"{part.name} loads, and the library has logged why it is not used"
@@ -272,7 +274,7 @@ def _require_provider(library: Any, session: Any, wanted: str) -> None:
     except OSError as error:
         reason = str(error)
     raise MisfitError(
-        f"ONNX Runtime {library.__version__} opened the engine with {found}, {wanted} expected: {reason}. "
+        f"ONNX Runtime {library.__version__} opened the engine with {chosen}, {provider} expected: {reason}. "
         "Install the CUDA and cuDNN that this version names, or build with --device cpu."
     )
 
@@ -281,7 +283,7 @@ def _session_in_place(library: Any, model: bytes, weights: memoryview, settings:
     import onnx
 
     stored = _stored(onnx.load_model_from_string(model), weights)
-    values = [library.OrtValue.ortvalue_from_numpy(each) for each in stored.values()]
+    values = [library.OrtValue.ortvalue_from_numpy(array) for array in stored.values()]
     for name, value in zip(stored, values, strict=True):
         settings.add_initializer(name, value)
     # What fails is tried again, with words.
@@ -344,12 +346,12 @@ def _sums(model: Any, weights: memoryview) -> Sums:
         return _session(tapped.SerializeToString(), weights, Options(shared_weights=True))
 
     def run(
-        inputs: Mapping[str, Tensor], fed: Mapping[str, Tensor], wanted: Collection[str] = ()
+        inputs: Mapping[str, Tensor], fed: Mapping[str, Tensor], only: Collection[str] = ()
     ) -> Mapping[str, Tensor]:
-        names = tuple(name for name in every if name in wanted or not wanted)
+        names = tuple(name for name in every if name in only or not only)
         session = opened(names, tuple((name, rows.shape[1]) for name, rows in fed.items()))
         settings = _library().RunOptions()
-        settings.only_execute_path_to_fetches = bool(wanted)
+        settings.only_execute_path_to_fetches = bool(only)
         arrays = as_arrays({**inputs, **{f"{name}.fed": rows for name, rows in fed.items()}})
         results = session.run(names, arrays, settings)
         _release(weights)
@@ -363,7 +365,7 @@ def _rounded(model: Any) -> Callable[[Tensor], Tensor] | None:
     import onnx
     import torch
 
-    body = [each for each in model.functions if each.name == ROUNDED]
+    body = [function for function in model.functions if function.name == ROUNDED]
     if not body:
         return None
 
@@ -378,7 +380,7 @@ def _rounded(model: Any) -> Callable[[Tensor], Tensor] | None:
             opset_import=model.opset_import,
         )
         session = _library().InferenceSession(alone.SerializeToString(), providers=[CPU])
-        integers, step = (torch.from_numpy(each) for each in session.run(None, {"rows": rows.numpy()}))
+        integers, step = (torch.from_numpy(array) for array in session.run(None, {"rows": rows.numpy()}))
         return (integers.float() - 128) * step
 
     return run
@@ -423,8 +425,8 @@ def no_cuda() -> str | None:
     """Return why engines do not run on CUDA here, or None."""
     import torch
 
-    if PROVIDERS["cuda"] not in (known := _library().get_available_providers()):
-        return f"onnxruntime has {', '.join(known)}; its package for GPUs is onnxruntime-gpu."
+    if PROVIDERS["cuda"] not in (available := _library().get_available_providers()):
+        return f"onnxruntime has {', '.join(available)}; its package for GPUs is onnxruntime-gpu."
     if not torch.cuda.is_available():
         return "torch finds no GPU that it can use."
     return None
@@ -449,31 +451,32 @@ class _Runner(Runner):
         import torch
 
         on_gpu = PROVIDERS["cuda"] in self._session.get_providers()
-        given = {
-            name: (each if on_gpu else each.cpu()).detach().contiguous() for name, each in tensors.items()
+        inputs = {
+            name: (tensor if on_gpu else tensor.cpu()).detach().contiguous()
+            for name, tensor in tensors.items()
         }
-        sizes = bind(self._spec.inputs, {name: tuple(each.shape) for name, each in given.items()})
+        sizes = bind(self._spec.inputs, {name: tuple(tensor.shape) for name, tensor in inputs.items()})
         # Rows are wanted where pixels are.
-        place = max(given.values(), key=lambda each: each.nbytes).device
-        found = {}
+        place = max(inputs.values(), key=lambda tensor: tensor.nbytes).device
+        outputs = {}
         for spec in self._spec.outputs:
             shape = [size_of(dim, sizes) or 0 for dim in spec.shape]
-            found[spec.name] = torch.empty(shape, dtype=getattr(torch, spec.dtype), device=place)
+            outputs[spec.name] = torch.empty(shape, dtype=getattr(torch, spec.dtype), device=place)
         settings = _library().RunOptions()
-        if is_large(given):
+        if is_large(inputs):
             # The arena would keep sixteen times the inputs.
             settings.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
         with _refused(tensors):
             binding = self._session.io_binding()
-            for name, each in given.items():
-                binding.bind_input(name, *_memory(each))
-            for name, each in found.items():
-                binding.bind_output(name, *_memory(each))
+            for name, tensor in inputs.items():
+                binding.bind_input(name, *_memory(tensor))
+            for name, tensor in outputs.items():
+                binding.bind_output(name, *_memory(tensor))
             if place.type == "cuda":
                 # The library's stream is another than torch's.
                 torch.cuda.current_stream(place).synchronize()
             self._session.run_with_iobinding(binding, settings)
-        return found
+        return outputs
 
 
 def _memory(tensor: Tensor) -> tuple[str, int, Any, tuple[int, ...], int]:

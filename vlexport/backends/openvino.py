@@ -130,31 +130,31 @@ class OpenVino(Backend):
         core = library.Core()
         with _written(payloads) as path:
             model = core.read_model(path)
-            constants = [each for each in model.get_ordered_ops() if each.get_type_name() == "Constant"]
-            weights = {each.get_friendly_name(): _tensor(each.get_data().copy(), each) for each in constants}
+            constants = [node for node in model.get_ordered_ops() if node.get_type_name() == "Constant"]
+            weights = {node.get_friendly_name(): _tensor(node.get_data().copy(), node) for node in constants}
         return Inside(weights=weights, sums=_sums(core, model))
 
 
 def _name_by_place(model: Any) -> None:
     """Name layers that the library numbered, which it does through all models of a process."""
-    for place, each in enumerate(model.get_ordered_ops()):
-        if each.get_friendly_name() == each.get_name():
-            each.set_friendly_name(f"{each.get_type_name()}.{place}")
+    for place, node in enumerate(model.get_ordered_ops()):
+        if node.get_friendly_name() == node.get_name():
+            node.set_friendly_name(f"{node.get_type_name()}.{place}")
 
 
 def _sums(core: Any, model: Any) -> Sums:
     import openvino
 
     def run(
-        inputs: Mapping[str, Tensor], fed: Mapping[str, Tensor], wanted: Collection[str] = ()
+        inputs: Mapping[str, Tensor], fed: Mapping[str, Tensor], only: Collection[str] = ()
     ) -> Mapping[str, Tensor]:
-        sums = [each.output(0) for each in model.get_ordered_ops() if each.get_type_name() == "Add"]
+        sums = [node.output(0) for node in model.get_ordered_ops() if node.get_type_name() == "Add"]
         # One that the model gives already is not added again, which would move the places of all others.
-        inner = [each for each in sums if not _is_result(each)]
-        flat = [each.get_node() for each in inner if each.get_partial_shape().rank.get_length() == 2]
-        names = [name for name in (each.get_friendly_name() for each in flat) if name in wanted or not wanted]
+        inner = [output for output in sums if not _is_result(output)]
+        flat = [output.get_node() for output in inner if output.get_partial_shape().rank.get_length() == 2]
+        names = [name for name in (node.get_friendly_name() for node in flat) if name in only or not only]
         tapped = model.clone()
-        ends = {each.get_friendly_name(): each.output(0) for each in tapped.get_ordered_ops()}
+        ends = {node.get_friendly_name(): node.output(0) for node in tapped.get_ordered_ops()}
         for name, rows in fed.items():
             kind = ends[name].get_element_type()
             entry = openvino.opset13.parameter([-1, rows.shape[1]], kind, name=f"{name}.fed")
@@ -166,9 +166,9 @@ def _sums(core: Any, model: Any) -> Sums:
         tapped.add_outputs([ends[name] for name in names])
         request = core.compile_model(tapped, "CPU", _settings(Options(), None)).create_infer_request()
         request.infer(_given({**inputs, **{f"{name}.fed": rows for name, rows in fed.items()}}))
-        found = {name: request.get_output_tensor(first + place) for place, name in enumerate(names)}
-        tensors = {name: _tensor(each.data.copy(), each) for name, each in found.items()}
-        return {name: each for name, each in tensors.items() if each.is_floating_point()}
+        results = {name: request.get_output_tensor(first + place) for place, name in enumerate(names)}
+        tensors = {name: _tensor(tensor.data.copy(), tensor) for name, tensor in results.items()}
+        return {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
 
     return run
 
@@ -184,11 +184,11 @@ def _given(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     import openvino
     import torch
 
-    narrow = {name: each for name, each in tensors.items() if each.dtype == torch.bfloat16}
-    arrays = as_arrays({**tensors, **{name: each.view(torch.int16) for name, each in narrow.items()}})
+    narrow = {name: tensor for name, tensor in tensors.items() if tensor.dtype == torch.bfloat16}
+    arrays = as_arrays({**tensors, **{name: tensor.view(torch.int16) for name, tensor in narrow.items()}})
     return arrays | {
-        name: openvino.Tensor(arrays[name], openvino.Shape(each.shape), openvino.Type.bf16)
-        for name, each in narrow.items()
+        name: openvino.Tensor(arrays[name], openvino.Shape(tensor.shape), openvino.Type.bf16)
+        for name, tensor in narrow.items()
     }
 
 
@@ -197,8 +197,8 @@ def _tensor(array: Any, typed: Any) -> Tensor:
     import openvino
     import torch
 
-    found = torch.from_numpy(array)
-    return found.view(torch.bfloat16) if typed.get_element_type() == openvino.Type.bf16 else found
+    tensor = torch.from_numpy(array)
+    return tensor.view(torch.bfloat16) if typed.get_element_type() == openvino.Type.bf16 else tensor
 
 
 def _is_result(output: Any) -> bool:
@@ -281,9 +281,9 @@ class _Runner(Runner):
         self._begun = self._begun or not one_row
         request = self._request if self._begun else self._begin()
         with refused_by(f"OpenVINO {version('openvino')}", tensors=tensors):
-            found = request.infer(_given(tensors), share_inputs=True)
+            results = request.infer(_given(tensors), share_inputs=True)
             # `infer` copies the request's buffers, which the next call writes again.
-            outputs = {name: _tensor(found[name], request.get_tensor(name)) for name in self._outputs}
+            outputs = {name: _tensor(results[name], request.get_tensor(name)) for name in self._outputs}
         if is_large(tensors):
             compiled = request.get_compiled_model()
             # A request keeps its inputs and the buffers of its outputs.

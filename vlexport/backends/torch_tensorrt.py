@@ -133,7 +133,7 @@ class TorchTensorRt(Backend):
             module = torch.export.load(io.BytesIO(content)).module()
 
         return TorchRunner(
-            lambda tensors: module({name: to_device(each, device) for name, each in tensors.items()})
+            lambda tensors: module({name: to_device(tensor, device) for name, tensor in tensors.items()})
         )
 
 
@@ -152,7 +152,7 @@ def partition_of(module: nn.Module) -> dict[str, Any]:
     parts = dict(module.named_children())
     rest = [part for name, part in parts.items() if TORCH_PART in name]
     counts: Counter[str] = Counter()
-    for graph in (each.graph for each in (module, *rest) if isinstance(each, GraphModule)):
+    for graph in (part.graph for part in (module, *rest) if isinstance(part, GraphModule)):
         # Taking one of several results is no work.
         counts.update(
             str(node.target)

@@ -138,16 +138,16 @@ class TensorRt(Backend):
         """Return the targets of the options in order of capability; without any, the GPU at hand."""
         requested = options.targets if isinstance(options, TensorRtOptions) else ()
         served = self.targets or (device_here(),)
-        requested = requested or tuple(each for each in (device_here(),) if each in served)
+        requested = requested or tuple(target for target in (device_here(),) if target in served)
         wrong = [target for target in requested if target not in served]
         if wrong or not requested:
-            given = (
+            problem = (
                 f"{', '.join(wrong)} given"
                 if wrong
                 else f"no target given, and this machine has {device_here()}"
             )
             raise UnsupportedError(
-                f"backend '{self.name}': {given}. It builds for: {', '.join(served)}. "
+                f"backend '{self.name}': {problem}. It builds for: {', '.join(served)}. "
                 f"Name some of them, as in {','.join(served[-2:])}."
             )
         return tuple(sorted(set(requested), key=served.index))
@@ -194,14 +194,14 @@ class TensorRt(Backend):
     def network_checks(self, out: Path) -> Mapping[str, str]:
         record = Record.from_json((out / RECORD).read_text(encoding="utf-8"))
         kernels = {f"attention: {shape}": how for shape, how in record.attention.items()}
-        return {**{each.check: each.found for each in record.findings}, **kernels}
+        return {**{finding.check: finding.found for finding in record.findings}, **kernels}
 
     def open(self, payloads: Payloads, spec: EngineSpec, options: Options) -> Runner:
         from vlexport.backends._tensorrt.runner import open_runner
 
-        known, engine = payloads.read(RECORD), payloads.read(ENGINE)
+        record, engine = payloads.read(RECORD), payloads.read(ENGINE)
         with refused_by(f"{self.module} {self._version()}"):
-            return open_runner(self.module, engine, Record.from_json(bytes(known).decode()), spec)
+            return open_runner(self.module, engine, Record.from_json(bytes(record).decode()), spec)
 
 
 def write_model(graph: Graph, folder: Path) -> Path:
@@ -222,16 +222,16 @@ def write_model(graph: Graph, folder: Path) -> Path:
 
 def shapes_of(profile: ShapeProfile, inputs: Sequence[TensorSpec]) -> dict[str, Bounds]:
     """Return smallest, usual and largest shape of every input."""
-    found: dict[str, Bounds] = {}
+    shapes: dict[str, Bounds] = {}
     for spec in inputs:
-        _, _, high = found[spec.name] = profile.shapes_of(spec)
+        _, _, high = shapes[spec.name] = profile.shapes_of(spec)
         if spec.dtype.startswith("int") and math.prod(high) > MOST_PLACES:
             raise UnsupportedError(
                 f"profile '{profile.name}': the largest {spec.name} has {list(high)} entries, and TensorRT "
                 f"reserves memory for the largest of everything at once. Name a smaller profile, such as "
                 f"image,video, or give limits by max_pixels, max_images and max_frames."
             )
-    return found
+    return shapes
 
 
 def device_needs(
@@ -242,10 +242,10 @@ def device_needs(
     calls: dict[str, int | None] = {}
     for profile in profiles:
         largest = {name: high for name, (_, _, high) in shapes_of(profile, inputs).items()}
-        given = sum(math.prod(largest[spec.name]) * SIZES[spec.dtype] for spec in inputs)
+        input_bytes = sum(math.prod(largest[spec.name]) * SIZES[spec.dtype] for spec in inputs)
         rows = largest["patches"][0]
         calls[profile.name] = (
-            round(given + SCRATCH[dtype] * tower.block_values * ITEMSIZE[dtype] * rows)
+            round(input_bytes + SCRATCH[dtype] * tower.block_values * ITEMSIZE[dtype] * rows)
             if dtype in SCRATCH
             else None
         )

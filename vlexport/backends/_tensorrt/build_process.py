@@ -88,7 +88,7 @@ def build_job(text: str, progress: Progress) -> str:
 
 
 def _require_equal(job: Job, findings: Sequence[Finding]) -> None:
-    wrong = [f"{each.check}: {each.wrong}" for each in findings if each.wrong]
+    wrong = [f"{finding.check}: {finding.wrong}" for finding in findings if finding.wrong]
     if wrong:
         raise UnsupportedError(
             f"the network that {job.library} made differs from the graph: "

@@ -47,8 +47,8 @@ class Log:
 
     def memory(self, num_profiles: int) -> tuple[int, tuple[int, ...]]:
         """Return bytes of weights and of each profile's context; 0 and none where the log is another."""
-        weights = [int(found[1]) for found in map(WEIGHTS.search, self.remarks) if found]
-        contexts = tuple(int(found[1]) for found in map(ACTIVATIONS.search, self.remarks) if found)
+        weights = [int(match[1]) for match in map(WEIGHTS.search, self.remarks) if match]
+        contexts = tuple(int(match[1]) for match in map(ACTIVATIONS.search, self.remarks) if match)
         return (weights[0], contexts) if (len(weights), len(contexts)) == (1, num_profiles) else (0, ())
 
 
@@ -60,10 +60,10 @@ def create_network(library: Any, builder: Any) -> Any:
 
 def set_targets(library: Any, config: Any, targets: tuple[str, ...]) -> None:
     """Set compute capabilities, where the library builds for GPUs that are not here."""
-    known = getattr(library, "ComputeCapability", None)
-    if known is None:
+    capabilities = getattr(library, "ComputeCapability", None)
+    if capabilities is None:
         return
-    names = {name.lower() for name in known.__members__ if name.startswith("SM")}
+    names = {name.lower() for name in capabilities.__members__ if name.startswith("SM")}
     wrong = [target for target in targets if target not in names]
     if wrong:
         raise UnsupportedError(
@@ -72,7 +72,7 @@ def set_targets(library: Any, config: Any, targets: tuple[str, ...]) -> None:
         )
     config.num_compute_capabilities = len(targets)
     for index, target in enumerate(targets):
-        config.set_compute_capability(getattr(known, target.upper()), index)
+        config.set_compute_capability(getattr(capabilities, target.upper()), index)
 
 
 def parse(library: Any, builder: Any, log: Log, model: str) -> Any:
@@ -106,11 +106,11 @@ def add_profiles(
     findings = []
     for name, inputs in profiles.items():
         profile = builder.create_optimization_profile()
-        for each, bounds in inputs.items():
-            profile.set_shape(each, *bounds)
+        for tensor, bounds in inputs.items():
+            profile.set_shape(tensor, *bounds)
         index = config.add_optimization_profile(profile)
-        kept = {each: tuple(map(tuple, profile.get_shape(each))) for each in inputs}
-        wrong = [each for each, bounds in inputs.items() if kept[each] != bounds]
+        kept = {tensor: tuple(map(tuple, profile.get_shape(tensor))) for tensor in inputs}
+        wrong = [tensor for tensor, bounds in inputs.items() if kept[tensor] != bounds]
         wrong += ["refused by the library"] if index < 0 else []
         about = {"check": f"profile {name}", "found": f"{len(inputs)} inputs", "wrong": ", ".join(wrong)}
         findings.append(Finding(**about))

@@ -52,7 +52,7 @@ def expected(graph: Graph) -> Network:
     """Return the counts of the traced program."""
     nodes = list(graph.program.graph.nodes)
     users = {node.name: len(node.users) for node in nodes if node.op == "placeholder"}
-    given = graph.program.graph_signature.user_inputs
+    placeholders = graph.program.graph_signature.user_inputs
     counts = {
         field: dict(Counter(_dtype(node.args[0]) for node in nodes if str(node.target) in operators))
         for field, (_, operators) in OPERATORS.items()
@@ -62,7 +62,9 @@ def expected(graph: Graph) -> Network:
         outputs={spec.name: spec.dtype for spec in graph.outputs},
         # A tower without windowed blocks, for example, has no use for tables of windows.
         unread=tuple(
-            spec.name for spec, node in zip(graph.inputs, given, strict=True) if not users.get(str(node))
+            spec.name
+            for spec, node in zip(graph.inputs, placeholders, strict=True)
+            if not users.get(str(node))
         ),
         cast_pairs=sum(map(_is_undone, nodes)),
         **counts,
@@ -81,11 +83,11 @@ def _is_undone(node: Node) -> bool:
     """Return whether a node casts to where a cast just before it came from."""
     if not _is_cast(node):
         return False
-    given: Any = node.args[0]
+    source: Any = node.args[0]
     # Casts that change nothing are looked through.
-    while str(given.target) == CAST and not _is_cast(given):
-        given = given.args[0]
-    return _is_cast(given) and _dtype(given.args[0]) == _dtype(node)
+    while str(source.target) == CAST and not _is_cast(source):
+        source = source.args[0]
+    return _is_cast(source) and _dtype(source.args[0]) == _dtype(node)
 
 
 def dtype_of(tensor: Any) -> str:
@@ -113,10 +115,10 @@ def read(library: Any, network: Any) -> tuple[Network, Layers]:
             layer.__class__ = library.IUnaryLayer
             angles[result] += layer.op.name in ANGLES
         if kind == "CAST":
-            given = layer.get_input(0)
-            first, middle = casts.get(given.name, ("", ""))
+            source = layer.get_input(0)
+            first, middle = casts.get(source.name, ("", ""))
             pairs += first == result and middle != result and {first, middle} <= set(FLOATS)
-            casts[layer.get_output(0).name] = (dtype_of(given), result)
+            casts[layer.get_output(0).name] = (dtype_of(source), result)
     sources = [network.get_input(index) for index in range(network.num_inputs)]
     results = [network.get_output(index) for index in range(network.num_outputs)]
     needed = {tensor.name for tensor in results}
@@ -144,36 +146,39 @@ def _floats(layers: Layers, *kinds: str) -> dict[str, int]:
     return {dtype: count for dtype, count in counts.items() if dtype in FLOATS}
 
 
-def compare(found: Network, wanted: Network) -> tuple[Finding, ...]:
+def compare(parsed: Network, traced: Network) -> tuple[Finding, ...]:
     """Return every check by name, passed or not."""
-    unread = sorted(set(found.unread) - set(wanted.unread))
+    unread = sorted(set(parsed.unread) - set(traced.unread))
     lost = f"no output hangs on {', '.join(unread)}" if unread else ""
-    pairs, most = found.cast_pairs, wanted.cast_pairs
+    pairs, most = parsed.cast_pairs, traced.cast_pairs
     undone = f"{pairs} pairs, at most {most} expected" if pairs > most else ""
     return (
-        _named("inputs", found.inputs, wanted.inputs),
-        _named("outputs", found.outputs, wanted.outputs),
-        Finding(check="inputs read", found=f"{len(found.inputs)} inputs", wrong=lost),
-        *(_counted(each[0], getattr(found, name), getattr(wanted, name)) for name, each in OPERATORS.items()),
+        _named("inputs", parsed.inputs, traced.inputs),
+        _named("outputs", parsed.outputs, traced.outputs),
+        Finding(check="inputs read", found=f"{len(parsed.inputs)} inputs", wrong=lost),
+        *(
+            _counted(entry[0], getattr(parsed, name), getattr(traced, name))
+            for name, entry in OPERATORS.items()
+        ),
         Finding(check="casts there and back", found=str(pairs), wrong=undone),
     )
 
 
-def _counted(check: str, found: Mapping[str, int], wanted: Mapping[str, int]) -> Finding:
+def _counted(check: str, parsed: Mapping[str, int], traced: Mapping[str, int]) -> Finding:
     text, expected = (
         ", ".join(f"{dtype} {count}" for dtype, count in sorted(counts.items())) or "none"
-        for counts in (found, wanted)
+        for counts in (parsed, traced)
     )
     wrong = "" if text == expected else f"{text} found, {expected} expected"
     return Finding(check=check, found=text, wrong=wrong)
 
 
-def _named(check: str, found: Mapping[str, str], wanted: Mapping[str, str]) -> Finding:
-    text = ", ".join(f"{count} {dtype}" for dtype, count in sorted(Counter(found.values()).items()))
+def _named(check: str, parsed: Mapping[str, str], traced: Mapping[str, str]) -> Finding:
+    text = ", ".join(f"{count} {dtype}" for dtype, count in sorted(Counter(parsed.values()).items()))
     wrong = [
-        f"{name} is {found.get(name, 'missing')}, {wanted.get(name, 'nothing')} expected"
-        for name in sorted(set(found) | set(wanted))
-        if found.get(name) != wanted.get(name)
+        f"{name} is {parsed.get(name, 'missing')}, {traced.get(name, 'nothing')} expected"
+        for name in sorted(set(parsed) | set(traced))
+        if parsed.get(name) != traced.get(name)
     ]
     return Finding(check=check, found=text, wrong=", ".join(wrong))
 

@@ -49,17 +49,17 @@ def open_runner(module: str, content: bytes, record: Record, spec: EngineSpec) -
     name = sha256(record.to_json().encode()).hexdigest()[:16]
     cache = CacheFile.of("tensorrt", "kernels", module, str(library.__version__), device_here(), name)
     contexts = Contexts(library, engine, record.profiles, cache, log)
-    return EngineRunner(contexts, {each.name: each.dtype for each in spec.outputs}, Gpu())
+    return EngineRunner(contexts, {output.name: output.dtype for output in spec.outputs}, Gpu())
 
 
 def profile_of(profiles: Profiles, shapes: Mapping[str, tuple[int, ...]]) -> int:
     """Return the number of the first profile that all shapes are in."""
     misses = []
     for index, (name, inputs) in enumerate(profiles.items()):
-        for each, shape in shapes.items():
-            low, _, high = inputs[each]
+        for tensor, shape in shapes.items():
+            low, _, high = inputs[tensor]
             if not all(least <= size <= most for least, size, most in zip(low, shape, high, strict=True)):
-                misses.append(f"{name}: {each} {list(shape)} is outside {list(low)} to {list(high)}")
+                misses.append(f"{name}: {tensor} {list(shape)} is outside {list(low)} to {list(high)}")
                 break
         else:
             return index
@@ -233,7 +233,7 @@ class EngineRunner(Runner):
         call = self._kept[key] = self._kept.get(key) or self._prepare(profile, tensors)
         self._kept.move_to_end(key)
         while len(self._kept) > 1 and (
-            len(self._kept) > MOST_CALLS or sum(each.num_bytes for each in self._kept.values()) > MOST_BYTES
+            len(self._kept) > MOST_CALLS or sum(kept.num_bytes for kept in self._kept.values()) > MOST_BYTES
         ):
             self._kept.popitem(last=False)
         return call
@@ -257,7 +257,7 @@ class EngineRunner(Runner):
             name: (tuple(context.get_tensor_shape(name)), getattr(torch, dtype))
             for name, dtype in self._outputs.items()
         }
-        inputs = {name: self._gpu.empty(each.shape, each.dtype) for name, each in tensors.items()}
+        inputs = {name: self._gpu.empty(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
         outputs = {name: self._gpu.empty(*result) for name, result in results.items()}
         for name, tensor in (*inputs.items(), *outputs.items()):
             context.set_tensor_address(name, tensor.data_ptr())
@@ -265,6 +265,6 @@ class EngineRunner(Runner):
             context=context,
             inputs=inputs,
             outputs=outputs,
-            sent={name: self._gpu.pinned(each.shape, each.dtype) for name, each in tensors.items()},
+            sent={name: self._gpu.pinned(tensor.shape, tensor.dtype) for name, tensor in tensors.items()},
             received={name: self._gpu.pinned(*result) for name, result in results.items()},
         )

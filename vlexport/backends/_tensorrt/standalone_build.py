@@ -40,11 +40,11 @@ def main() -> int:
         for name, bounds in inputs.items():
             profile.set_shape(name, *map(tuple, bounds))
         config.add_optimization_profile(profile)
-    known = getattr(library, "ComputeCapability", None)
-    if known is not None:
+    capabilities = getattr(library, "ComputeCapability", None)
+    if capabilities is not None:
         config.num_compute_capabilities = len(job["targets"])
         for index, target in enumerate(job["targets"]):
-            config.set_compute_capability(getattr(known, target.upper()), index)
+            config.set_compute_capability(getattr(capabilities, target.upper()), index)
     engine = builder.build_serialized_network(network, config)
     if engine is None:
         return 1
