@@ -29,7 +29,7 @@ class Sums(Protocol):
     def __call__(
         self, inputs: Mapping[str, Tensor], fed: Mapping[str, Tensor], only: Collection[str] = ()
     ) -> Mapping[str, Tensor]:
-        """Return the sums in `wanted`, else all; parts that read a sum in `fed` get the rows given there."""
+        """Return the sums in `only`, else all; parts that read a sum in `fed` get the rows given there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
