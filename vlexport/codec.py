@@ -159,7 +159,6 @@ def _measure(value: object, where: str) -> float:
 
 
 def _error(value: object, where: str) -> VlexportError:
-    """Return an error with the message of the one that was written."""
     content: Mapping[str, object] = checked(where, value, Mapping)
     return VlexportError(checked(f"{where}.message", content.get("message"), str))
 
@@ -224,7 +223,6 @@ def freeze_object(value: JsonObject, where: str) -> JsonObject:
 
 
 def _sound(value: Json, where: str) -> Json:
-    """Return a value without parts that JSON can hold."""
     if isinstance(value, str):
         if not value.isascii():
             try:
@@ -276,7 +274,7 @@ _SPELLINGS = {
 
 
 def check_fields(record: Any) -> None:
-    """Hold every field of a frozen dataclass to its annotation; numbers and tuples become Python's own."""
+    """Check every field of a frozen dataclass against its annotation; numbers and tuples become Python's own."""
     for name, hint in _hints(record.__class__).items():
         value = checked(name, getattr(record, name), hint)
         object.__setattr__(record, name, value)

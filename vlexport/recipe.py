@@ -239,7 +239,6 @@ class Recipe(Generic[C]):
         return self._named(checkpoint, config, self.outline(config))
 
     def module_names(self, checkpoint: Checkpoint) -> ModuleMapping:
-        """Return the prefixes of tower, connector and language model, from the checkpoint's headers alone."""
         config = self.read_config(checkpoint)
         language = self.language.prefixes_among(checkpoint.tensor_names()) if self.language else ()
         names = self.weight_names(checkpoint, config)
@@ -284,11 +283,9 @@ class Recipe(Generic[C]):
         return names
 
     def prepare(self, config: C, media: Sequence[MediaItem], layout: str) -> dict[str, Tensor]:
-        """Return all engine inputs of a call, from the items' patches, grids and slices alone."""
         return self.packing(config).prepare(media, layout)
 
     def axes(self, config: C, layout: str) -> Mapping[str, Mapping[int, Dim]]:
-        """Return which axes of inputs and outputs vary, and how they hang together."""
         return self.packing(config).axes(layout)
 
     def profiles(self, config: C) -> Mapping[str, ShapeProfile]:
@@ -309,11 +306,9 @@ class Recipe(Generic[C]):
         return self.packing(config).row_width
 
     def input_dtype(self, config: C) -> str:
-        """Return the dtype of preprocessed patches."""
         return PIXELS if self.packing(config).levels is None else BYTES
 
     def item(self, config: C, kind: str, grid: Grid, patches: Tensor) -> MediaItem:
-        """Return one item of a mix, with these rows as its patches."""
         groups = self.packing(config).frame_groups(kind, grid)
         return MediaItem(kind=kind, patches=patches, grid=grid, frame_groups=groups)
 
@@ -396,7 +391,6 @@ def tried_classes() -> Mapping[str, Any]:
 
 
 def _shipped_files() -> list[Path]:
-    """Return one file per family; the file name is the recipe's name."""
     return sorted(path for path in recipe_folder().glob("*.py") if not path.name.startswith("_"))
 
 

@@ -70,7 +70,6 @@ Dim = int | Symbol | Multiple
 
 
 def _parts(dim: Symbol | Multiple) -> tuple[int, Symbol]:
-    """Return factor and symbol."""
     return (1, dim) if isinstance(dim, Symbol) else (dim.factor, dim.symbol)
 
 
@@ -134,7 +133,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class ShapeProfile:
-    """A named set of symbol ranges that an engine is built for and held to."""
+    """A named set of symbol ranges that an engine is built for, and that its calls have to be within."""
 
     name: str
     ranges: Mapping[Symbol, Range]
@@ -148,7 +147,6 @@ class ShapeProfile:
         return Range(factor * known.min, factor * known.opt, factor * known.max)
 
     def shapes_of(self, spec: TensorSpec) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Return the smallest, the usual and the largest shape of a tensor."""
         ranges = [self.range_of(dim) for dim in spec.shape]
         return tuple(r.min for r in ranges), tuple(r.opt for r in ranges), tuple(r.max for r in ranges)
 

@@ -138,7 +138,6 @@ def _concerns(path: Path, error: OSError) -> bool:
 
 
 def _more_files() -> str:
-    """Return the command that raises the limit on open files, where it may be raised."""
     if os.name != "posix":
         return ""
     import resource

@@ -45,7 +45,6 @@ class Target:
                 )
 
     def fields(self) -> dict[str, str | None]:
-        """Return every field by its name in messages."""
         return {each.name.replace("_", " "): getattr(self, each.name) for each in fields(self)}
 
     @property

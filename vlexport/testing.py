@@ -106,13 +106,12 @@ def _weight_names(recipe: Recipe[Any], checkpoint: Checkpoint) -> Faults:
 
 
 def _runs(subject: BuildSpec) -> Faults:
-    """Run the tower once."""
     in_torch(subject).close()
     return {"tower": ""}
 
 
 def _shapes(subject: BuildSpec, rules: SampleRules) -> Faults:
-    """Hold the shapes of the recipe's mixes to its axes and to the first of its profiles."""
+    """Compare the shapes of the recipe's mixes with its axes and with the first of its profiles."""
     for mix in subject.recipe.shape_sets(subject.config).values():
         check_within(rules.profile, symbol_values(subject.recipe, subject.config, mix, rules))
     return {"shapes": ""}
