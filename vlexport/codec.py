@@ -62,11 +62,11 @@ def encode(value: object) -> Any:
     if isinstance(value, VlexportError):
         return {"type": type(value).__name__, "message": str(value), "exit_code": value.exit_code}
     if is_dataclass(value):
-        return {each.name: encode(getattr(value, each.name)) for each in fields(value) if each.init}
+        return {field.name: encode(getattr(value, field.name)) for field in fields(value) if field.init}
     if isinstance(value, Mapping):
-        return {encode(name): encode(each) for name, each in value.items()}
+        return {encode(name): encode(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [encode(each) for each in value]
+        return [encode(item) for item in value]
     return value
 
 
@@ -89,8 +89,8 @@ def _decode(kind: Any, value: object, where: str) -> Any:
             raise refusal(where, value, kind)
         key, entry = inner
         return {
-            _decode(key, name, where): _decode(entry, each, f"{where}.{name:.40}")
-            for name, each in value.items()
+            _decode(key, name, where): _decode(entry, item, f"{where}.{name:.40}")
+            for name, item in value.items()
         }
     if origin is tuple:
         items: Sequence[object] = checked(where, value, Sequence[object])
@@ -98,21 +98,21 @@ def _decode(kind: Any, value: object, where: str) -> Any:
         if len(items) != len(kinds):
             raise InputError(f"{where}: {len(items)} entries given, {len(kinds)} expected.")
         return tuple(
-            _decode(each, item, f"{where}[{at}]")
-            for at, (each, item) in enumerate(zip(kinds, items, strict=True))
+            _decode(item_kind, item, f"{where}[{at}]")
+            for at, (item_kind, item) in enumerate(zip(kinds, items, strict=True))
         )
     return checked(where, value, kind)
 
 
 def _one_of(kind: Any, value: object, where: str) -> Any:
-    kinds = [each for each in get_args(kind) if each is not NoneType]
+    kinds = [option for option in get_args(kind) if option is not NoneType]
     if value is None and len(kinds) < len(get_args(kind)):
         return None
     if len(kinds) == 1:
         return _decode(kinds[0], value, where)
-    for each in kinds:
+    for option in kinds:
         try:
-            return _decode(each, value, where)
+            return _decode(option, value, where)
         except InputError:
             continue
     raise refusal(where, value, kind)
@@ -130,8 +130,8 @@ def _record(kind: Any, value: object, where: str) -> Any:
             f"expected exactly {', '.join(sorted(hints))}."
         )
     inside = f"{where}." if where else ""
-    found = {name: _decode(hint, value[name], f"{inside}{name}") for name, hint in hints.items()}
-    return _named(where, lambda: kind(**found))
+    values = {name: _decode(hint, value[name], f"{inside}{name}") for name, hint in hints.items()}
+    return _named(where, lambda: kind(**values))
 
 
 def _named(where: str, make: Callable[[], Any]) -> Any:
@@ -151,7 +151,7 @@ _FREE = {"Json": object, "Mapping": Mapping, "Sequence": Sequence}
 @lru_cache
 def _hints(kind: type) -> dict[str, Any]:
     hints = get_type_hints(kind, localns=_FREE, include_extras=True)
-    return {each.name: hints[each.name] for each in fields(kind) if each.init}
+    return {field.name: hints[field.name] for field in fields(kind) if field.init}
 
 
 def _measure(value: object, where: str) -> float:
@@ -244,11 +244,11 @@ def _sound(value: Json, where: str) -> Json:
 
 
 def _unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    content = dict(pairs)
+    if len(content) != len(pairs):
         twice = next(key for key, times in Counter(key for key, _ in pairs).items() if times > 1)
         raise ValueError(f"duplicate key {twice[:80]!r}")
-    return found
+    return content
 
 
 def _finite(text: str) -> float:
@@ -274,7 +274,7 @@ _SPELLINGS = {
 
 
 def check_fields(record: Any) -> None:
-    """Check every field of a frozen dataclass against its annotation; numbers and tuples become Python's own."""
+    """Check every field of a frozen dataclass by its annotation; numbers and tuples become Python's own."""
     for name, hint in _hints(record.__class__).items():
         value = checked(name, getattr(record, name), hint)
         object.__setattr__(record, name, value)
@@ -283,17 +283,17 @@ def check_fields(record: Any) -> None:
 def checked(name: str, value: object, hint: Any) -> Any:
     """Return the value as one of the hint's type; refuse it by name otherwise."""
     for kind in get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,):
-        fits, found = _as(name, value, kind)
+        fits, converted = _as(name, value, kind)
         if fits:
-            return found
+            return converted
     raise refusal(name, value, hint)
 
 
 def refusal(name: str, value: object, hint: Any) -> InputError:
     """Return the error that names the field, what was given and what was expected."""
     kind = type(value).__name__
-    given = f"{value!a:.80} ({kind})" if isinstance(value, str | bytes | Real) else kind
-    return InputError(f"{name}: {given} given, {_spelled(hint)} expected.")
+    actual = f"{value!a:.80} ({kind})" if isinstance(value, str | bytes | Real) else kind
+    return InputError(f"{name}: {actual} given, {_spelled(hint)} expected.")
 
 
 def check_text(name: str, text: str) -> None:
@@ -311,19 +311,19 @@ def texts_in(value: object) -> Iterator[str]:
     """Yield every text in nested lists and objects, names of entries too; refuse what has no end."""
     left, num_seen = [(value, 0)], 0
     while left:
-        each, depth = left.pop()
+        node, depth = left.pop()
         num_seen += 1
         if depth > MAX_NESTED or num_seen > MAX_PARTS:
             raise InputError(
                 f"messages: lists and objects nested more than {MAX_NESTED} deep, or more than {MAX_PARTS} "
                 "parts given. One of them may contain itself."
             )
-        if isinstance(each, str):
-            yield each
-        elif isinstance(each, Mapping):
-            left += [(part, depth + 1) for entry in reversed([*each.items()]) for part in entry[::-1]]
-        elif isinstance(each, list | tuple):
-            left += [(part, depth + 1) for part in reversed(each)]
+        if isinstance(node, str):
+            yield node
+        elif isinstance(node, Mapping):
+            left += [(part, depth + 1) for entry in reversed([*node.items()]) for part in entry[::-1]]
+        elif isinstance(node, list | tuple):
+            left += [(part, depth + 1) for part in reversed(node)]
 
 
 def _as(name: str, value: object, kind: Any) -> tuple[bool, Any]:
@@ -345,7 +345,7 @@ def _as(name: str, value: object, kind: Any) -> tuple[bool, Any]:
         fits = isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
         if not fits:
             return False, None
-        items = [checked(f"{name}[{place}]", each, inner[0]) for place, each in enumerate(value)]  # type: ignore[arg-type, var-annotated]
+        items = [checked(f"{name}[{place}]", item, inner[0]) for place, item in enumerate(value)]  # type: ignore[arg-type, var-annotated]
         return True, tuple(items)
     fits = isinstance(value, origin or kind)
     if fits and isinstance(value, str):
@@ -363,7 +363,7 @@ def is_number(value: object) -> TypeGuard[float]:
 
 def _spelled(hint: Any) -> str:
     if get_origin(hint) in (Union, UnionType):
-        return " or ".join(_spelled(each) for each in get_args(hint))
+        return " or ".join(_spelled(option) for option in get_args(hint))
     if get_origin(hint) is Literal:
         return " or ".join(map(repr, get_args(hint)))
     if get_origin(hint) in (tuple, Sequence):

@@ -177,8 +177,10 @@ class LanguageRule(Generic[C]):
         if layout is None:
             return self.prompt
         if layout not in self.layouts:
-            known = ", ".join(sorted(self.layouts)) or "this family has one layout only"
-            raise InputError(f"prompt layout '{layout}' given. Known: {known}. Leave it out for the default.")
+            layouts = ", ".join(sorted(self.layouts)) or "this family has one layout only"
+            raise InputError(
+                f"prompt layout '{layout}' given. Known: {layouts}. Leave it out for the default."
+            )
         return self.layouts[layout]
 
 
@@ -358,11 +360,11 @@ def known_text_model(checkpoint: Checkpoint, kind: str, nulls: tuple[str, ...] =
     from transformers import AutoConfig, AutoModel
 
     # Files of older releases give rotary settings by these names, which every type reads.
-    known = {*vars(AutoConfig.for_model(kind)), "rope_theta", "rope_scaling"}
-    settings = {name: value for name, value in checkpoint.text_config.items() if name in known}
+    allowed = {*vars(AutoConfig.for_model(kind)), "rope_theta", "rope_scaling"}
+    settings = {name: value for name, value in checkpoint.text_config.items() if name in allowed}
     settings.pop("model_type", None)
-    given = dict(checkpoint.view.text().items())
-    settings |= {name: None for name in nulls if name in given and given[name] is None}
+    text = dict(checkpoint.view.text().items())
+    settings |= {name: None for name in nulls if name in text and text[name] is None}
     config: Any = AutoConfig.for_model(kind, **settings)
     # Other forms of experts take bfloat16 alone, or copy the weights for each token.
     config._experts_implementation = "eager"  # noqa: SLF001
@@ -386,8 +388,8 @@ def list_recipes() -> list[RecipeCard]:
 
 def tried_classes() -> Mapping[str, Any]:
     """Return the version of transformers, and what came of the generic recipe on each of its classes."""
-    found: Mapping[str, Any] = load_strict((recipe_folder() / "generic.json").read_text(encoding="utf-8"))
-    return found
+    tried: Mapping[str, Any] = load_strict((recipe_folder() / "generic.json").read_text(encoding="utf-8"))
+    return tried
 
 
 def _shipped_files() -> list[Path]:
@@ -411,13 +413,13 @@ def read_card(path: Path) -> RecipeCard:
 
 
 def _card_of_call(call: ast.Call, path: Path) -> RecipeCard:
-    given = {word.arg: word.value for word in call.keywords if word.arg}
-    wanted = ("name", "summary", "model_types")
+    literals = {word.arg: word.value for word in call.keywords if word.arg}
+    names = ("name", "summary", "model_types")
     try:
-        name, summary, types = (ast.literal_eval(given[key]) for key in wanted)
+        name, summary, types = (ast.literal_eval(literals[key]) for key in names)
     except (KeyError, ValueError) as error:
         raise RequestError(
-            f"recipe {path}: {', '.join(wanted)} must be literals ({error}). See recipes/README.md."
+            f"recipe {path}: {', '.join(names)} must be literals ({error}). See recipes/README.md."
         ) from error
     return RecipeCard(name=str(name), summary=str(summary), model_types=tuple(types), path=path)
 
@@ -448,8 +450,8 @@ def recipe_for(checkpoint: Checkpoint, name_or_path: str | None = None) -> Recip
     card = card_for(checkpoint.model_type)
     if card is not None:
         return _load(card)
-    for each in list_recipes():
-        if not each.model_types and (fallback := _load(each)).serves(checkpoint.model_type):
+    for candidate in list_recipes():
+        if not candidate.model_types and (fallback := _load(candidate)).serves(checkpoint.model_type):
             return fallback
     raise UnknownModelError(_no_recipe(checkpoint))
 
@@ -465,10 +467,10 @@ def served_types() -> Mapping[str, str]:
 
 
 def _no_recipe(checkpoint: Checkpoint) -> str:
-    known = sorted(served_types())
+    served = sorted(served_types())
     remote = " The checkpoint needs remote code, which vlexport never runs." if checkpoint.remote_code else ""
     return (
-        f"no recipe for model type '{checkpoint.model_type}'. Known: {', '.join(known)}, and those whose "
+        f"no recipe for model type '{checkpoint.model_type}'. Known: {', '.join(served)}, and those whose "
         f"class in transformers has image features (`vlexport list --all`).{remote} "
         "Start your own from recipes/README.md and pass its file as recipe."
     )

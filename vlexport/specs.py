@@ -19,10 +19,10 @@ _FACTOR = re.compile(r"[1-9][0-9]{0,8}")
 RuleKind = Literal["time_scaled", "time_as_text", "linear"]
 
 
-def check_choice(name: str, given: str, known: tuple[str, ...]) -> None:
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Refuse a name that is none of those known."""
-    if given not in known:
-        raise InputError(f"{name} '{given}' is unknown; expected one of: {', '.join(sorted(known))}.")
+    if value not in choices:
+        raise InputError(f"{name} '{value}' is unknown; expected one of: {', '.join(sorted(choices))}.")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -107,9 +107,9 @@ DTYPES = ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int16"
 SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-def dtype_name(given: object) -> str:
+def dtype_name(dtype: object) -> str:
     """Return torch's name of a dtype that is given as `fp16`, `float16` or `torch.float16`."""
-    name = str(given).removeprefix("torch.")
+    name = str(dtype).removeprefix("torch.")
     return SHORT_DTYPES.get(name, name)
 
 
@@ -123,12 +123,12 @@ class TensorSpec:
 
     def symbols(self) -> dict[Symbol, tuple[int, int]]:
         """Return, for each symbol of the shape, its first axis and its factor there."""
-        found: dict[Symbol, tuple[int, int]] = {}
+        symbols: dict[Symbol, tuple[int, int]] = {}
         for axis, dim in enumerate(self.shape):
             if not isinstance(dim, int):
                 factor, symbol = _parts(dim)
-                found.setdefault(symbol, (axis, factor))
-        return found
+                symbols.setdefault(symbol, (axis, factor))
+        return symbols
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +143,8 @@ class ShapeProfile:
         if isinstance(dim, int):
             return Range(dim, dim, dim)
         factor, symbol = _parts(dim)
-        known = self.ranges[symbol]
-        return Range(factor * known.min, factor * known.opt, factor * known.max)
+        bounds = self.ranges[symbol]
+        return Range(factor * bounds.min, factor * bounds.opt, factor * bounds.max)
 
     def shapes_of(self, spec: TensorSpec) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         ranges = [self.range_of(dim) for dim in spec.shape]
@@ -185,8 +185,8 @@ def union(profiles: Sequence[ShapeProfile]) -> ShapeProfile:
         return profiles[0]
     ranges: dict[Symbol, Range] = {}
     for symbol in profiles[0].ranges:
-        known = [profile.ranges[symbol] for profile in profiles]
-        ranges[symbol] = Range(min(r.min for r in known), known[0].opt, max(r.max for r in known))
+        bounds = [profile.ranges[symbol] for profile in profiles]
+        ranges[symbol] = Range(min(r.min for r in bounds), bounds[0].opt, max(r.max for r in bounds))
     return ShapeProfile("+".join(profile.name for profile in profiles), ranges)
 
 
@@ -204,22 +204,22 @@ def bind(specs: tuple[TensorSpec, ...], shapes: Mapping[str, tuple[int, ...]]) -
 
 
 def _bind_one(spec: TensorSpec, shape: tuple[int, ...], values: dict[Symbol, int]) -> None:
-    wanted = f"[{', '.join(map(str, spec.shape))}]"
+    expected = f"[{', '.join(map(str, spec.shape))}]"
     if len(shape) != len(spec.shape):
-        raise InputError(f"{spec.name}: shape {list(shape)} given, {wanted} expected.")
+        raise InputError(f"{spec.name}: shape {list(shape)} given, {expected} expected.")
     for size, dim in zip(shape, spec.shape, strict=True):
         if isinstance(dim, int):
             if size != dim:
-                raise InputError(f"{spec.name}: shape {list(shape)} given, {wanted} expected.")
+                raise InputError(f"{spec.name}: shape {list(shape)} given, {expected} expected.")
             continue
         factor, symbol = _parts(dim)
         value, rest = divmod(size, factor)
         if rest:
-            raise InputError(f"{spec.name}: {size} is not a multiple of {factor}; {wanted} expected.")
+            raise InputError(f"{spec.name}: {size} is not a multiple of {factor}; {expected} expected.")
         if values.setdefault(symbol, value) != value:
             raise InputError(
                 f"{spec.name}: {symbol} is {value} here and {values[symbol]} in an earlier input; "
-                f"{wanted} expected."
+                f"{expected} expected."
             )
 
 
@@ -234,11 +234,11 @@ def size_of(dim: Dim, values: Mapping[Symbol, int]) -> int | None:
 def check_within(profile: ShapeProfile, values: Mapping[Symbol, int]) -> None:
     """Refuse symbol values outside the profile, naming the limit and the nearest legal size."""
     for symbol, value in values.items():
-        known = profile.ranges[symbol]
-        if value not in known:
+        bounds = profile.ranges[symbol]
+        if value not in bounds:
             raise LimitError(
-                f"{symbol}: {value} does not fit profile '{profile.name}' ({known.min} to {known.max}); "
-                f"the nearest legal size is {known.nearest(value)}. "
+                f"{symbol}: {value} does not fit profile '{profile.name}' ({bounds.min} to {bounds.max}); "
+                f"the nearest legal size is {bounds.nearest(value)}. "
                 f"Send less at once or build with a larger profile."
             )
 
@@ -272,12 +272,12 @@ class MediaBounds:
     @classmethod
     def of(cls, profile: str) -> MediaBounds | None:
         """Return the bounds that a profile is named by; None for other names."""
-        found = re.fullmatch(r"custom-(\d{1,18})-(\d{1,18})-(\d{1,18})-(\d{1,18})", profile, re.ASCII)
+        match = re.fullmatch(r"custom-(\d{1,18})-(\d{1,18})-(\d{1,18})-(\d{1,18})", profile, re.ASCII)
         try:
             return (
                 None
-                if found is None
-                else cls(**dict(zip(cls.__slots__, map(int, found.groups()), strict=True)))
+                if match is None
+                else cls(**dict(zip(cls.__slots__, map(int, match.groups()), strict=True)))
             )
         except InputError:
             return None
@@ -315,7 +315,7 @@ class Pixels:
             check_frame_rate(self.frames_per_second)
         if self.seconds and (
             len(self.seconds) != len(self.frames)
-            or not all(is_number(each) and each >= 0 for each in self.seconds)
+            or not all(is_number(second) and second >= 0 for second in self.seconds)
         ):
             raise InputError(
                 f"seconds of frames: {len(self.seconds)} given for {len(self.frames)} frames; a finite "

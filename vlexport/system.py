@@ -144,8 +144,8 @@ def _more_files() -> str:
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     endless = hard == resource.RLIM_INFINITY
-    wanted = max(4096, 4 * soft) if endless else min(max(4096, 4 * soft), hard)
-    return f", or raise the limit: `ulimit -n {wanted}`" if 0 <= soft < wanted else ""
+    limit = max(4096, 4 * soft) if endless else min(max(4096, 4 * soft), hard)
+    return f", or raise the limit: `ulimit -n {limit}`" if 0 <= soft < limit else ""
 
 
 def shortage(
@@ -248,8 +248,8 @@ def compile_caches(folder: Path | None = None) -> Iterator[None]:
 def _places() -> list[str]:
     """Return where this process imports from, but for places relative to the current folder."""
     home = str(Path(__file__).parents[1])
-    found = [place for place in sys.path if Path(place).is_absolute()]
-    return found if home in found else [*found, home]
+    paths = [place for place in sys.path if Path(place).is_absolute()]
+    return paths if home in paths else [*paths, home]
 
 
 def give_back(size: int = WORTH_A_SEARCH) -> None:

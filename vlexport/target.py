@@ -45,7 +45,7 @@ class Target:
                 )
 
     def fields(self) -> dict[str, str | None]:
-        return {each.name.replace("_", " "): getattr(self, each.name) for each in fields(self)}
+        return {field.name.replace("_", " "): getattr(self, field.name) for field in fields(self)}
 
     @property
     def tag(self) -> str:
@@ -104,9 +104,9 @@ def fit(target: Target, here: Target, *, rebuild: str | None = None) -> Misfit |
     differing = tuple(field for field in target.fields() if not _serves(field, target, here))
     if not differing:
         return None
-    wanted, found = target.fields(), here.fields()
+    built, present = target.fields(), here.fields()
     details = "; ".join(
-        f"{field} is {wanted[field]} in the bundle and {found[field] or 'unknown'} here"
+        f"{field} is {built[field]} in the bundle and {present[field] or 'unknown'} here"
         for field in differing
     )
     command = rebuild or f"vlexport build SOURCE --backend {target.backend}"
@@ -122,12 +122,12 @@ def fit(target: Target, here: Target, *, rebuild: str | None = None) -> Misfit |
 
 
 def _serves(field: str, target: Target, here: Target) -> bool:
-    wanted, found = target.fields()[field], here.fields()[field]
-    if field == "instruction set" and wanted is not None:
-        return found is not None and set(wanted.split("+")) <= set(found.split("+"))
-    if field == "device" and wanted is not None:
-        return found in wanted.split("+")
-    return wanted is None or wanted == found
+    built, present = target.fields()[field], here.fields()[field]
+    if field == "instruction set" and built is not None:
+        return present is not None and set(built.split("+")) <= set(present.split("+"))
+    if field == "device" and built is not None:
+        return present in built.split("+")
+    return built is None or built == present
 
 
 def platform_here() -> str:
@@ -153,12 +153,12 @@ def device_here() -> str:
         driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     except OSError:
         return NO_GPU
-    device, found = ctypes.c_int(), []
+    device, digits = ctypes.c_int(), []
     if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0):
         return NO_GPU
     for attribute in (_MAJOR, _MINOR):
         value = ctypes.c_int()
         if driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device):
             return NO_GPU
-        found.append(str(value.value))
-    return "sm" + "".join(found)
+        digits.append(str(value.value))
+    return "sm" + "".join(digits)

@@ -40,37 +40,37 @@ def check_recipe(recipe: Recipe[Any] | str | Path, checkpoint: Checkpoint | str 
     Everything runs in torch, float32, in every attention layout: config, names and bytes of weights, tables,
     axes, profiles and token counts of the recipe's own mixes, and the tower against the recipe's reference.
     """
-    made = recipe if isinstance(recipe, Recipe) else find_recipe(str(recipe))
+    chosen = recipe if isinstance(recipe, Recipe) else find_recipe(str(recipe))
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint.open(str(checkpoint))
     rows: list[Row] = []
     checks: dict[str, Callable[[], Faults]] = {
-        "model type": lambda: _model_type(made, opened),
-        "config": lambda: _config(made, opened),
-        "weight names": lambda: _weight_names(made, opened),
+        "model type": lambda: _model_type(chosen, opened),
+        "config": lambda: _config(chosen, opened),
+        "weight names": lambda: _weight_names(chosen, opened),
     }
     for name, check in checks.items():
-        rows += [exact_row(*found, ORIGIN) for found in _listed(guarded(name, check))]
+        rows += [exact_row(*fault, ORIGIN) for fault in _listed(guarded(name, check))]
     if any(row.verdict == "failed" for row in rows):
         return ParityReport(rows=tuple(rows))
-    config = made.read_config(opened)
+    config = chosen.read_config(opened)
     for layout in LAYOUTS:
         subject = BuildSpec(
-            recipe=made,
+            recipe=chosen,
             config=config,
             checkpoint=opened,
             form=layout,
             precision=Precision(dtype="float32"),
-            profile=next(iter(made.profiles(config).values())),
-            tensors=made.stored_tensors(opened, config),
+            profile=next(iter(chosen.profiles(config).values())),
+            tensors=chosen.stored_tensors(opened, config),
         )
         faults = guarded("tower", partial(_runs, subject))
-        found = [exact_row(*each, ORIGIN) for each in _listed(faults)]
+        layout_rows = [exact_row(*fault, ORIGIN) for fault in _listed(faults)]
         if not any(faults.values()):
             with in_torch(subject) as engine:
                 faults = guarded("shapes", partial(_shapes, subject, Checker(engine, subject).rules))
-                found += [exact_row(*each, ORIGIN) for each in _listed(faults)]
-                found += run_checks(engine, subject, stop=False).rows
-        rows += [replace(row, check=f"{layout}: {row.check}") for row in found]
+                layout_rows += [exact_row(*fault, ORIGIN) for fault in _listed(faults)]
+                layout_rows += run_checks(engine, subject, stop=False).rows
+        rows += [replace(row, check=f"{layout}: {row.check}") for row in layout_rows]
     return ParityReport(rows=tuple(rows))
 
 
@@ -94,7 +94,7 @@ def _config(recipe: Recipe[Any], checkpoint: Checkpoint) -> Faults:
 def _weight_names(recipe: Recipe[Any], checkpoint: Checkpoint) -> Faults:
     """Name a stored tensor of the right shape for every tensor of the tower, and each stored one once."""
     config = recipe.read_config(checkpoint)
-    shapes = {name: tuple(each.shape) for name, each in recipe.outline(config).state_dict().items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in recipe.outline(config).state_dict().items()}
     names = recipe.weight_names(checkpoint, config)
     wrong = sorted(set(shapes) ^ set(names))
     wrong += [
