@@ -52,9 +52,10 @@ _TOKEN = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[\]{}]', re.DOTALL)
 
 def encode(value: object) -> Any:
     """Return a dataclass, or values that hold some, as plain JSON values."""
-    to_json = getattr(value, "to_json", None)  # a class that is one value in JSON; `from_json` reads it
-    if to_json is not None:
-        return to_json()
+    # Of a class that is one value in JSON; its `from_json_value` reads it.
+    json_value = getattr(value, "json_value", None)
+    if json_value is not None:
+        return json_value()
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else str(float(value))
     if isinstance(value, Path):
@@ -77,7 +78,7 @@ def decode(kind: type[T], value: object, where: str = "") -> T:
 
 def _decode(kind: Any, value: object, where: str) -> Any:
     origin, inner = get_origin(kind), get_args(kind)
-    read = _READERS.get(kind) or getattr(kind, "from_json", None)
+    read = _READERS.get(kind) or getattr(kind, "from_json_value", None)
     if read is not None:
         return _named(where, lambda: read(value, where))
     if origin in (Union, UnionType):

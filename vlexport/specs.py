@@ -37,10 +37,10 @@ class Symbol:
     def __str__(self) -> str:
         return self.name
 
-    to_json = __str__
+    json_value = __str__
 
     @classmethod
-    def from_json(cls, value: object, where: str) -> Symbol:
+    def from_json_value(cls, value: object, where: str) -> Symbol:
         if not (isinstance(value, str) and _SYMBOL.fullmatch(value)):
             raise refusal(where, value, cls)
         return cls(value)
@@ -56,14 +56,14 @@ class Multiple:
     def __str__(self) -> str:
         return f"{self.factor}*{self.symbol}"
 
-    to_json = __str__
+    json_value = __str__
 
     @classmethod
-    def from_json(cls, value: object, where: str) -> Multiple:
+    def from_json_value(cls, value: object, where: str) -> Multiple:
         factor, _, name = value.partition("*") if isinstance(value, str) else ("", "", "")
         if not _FACTOR.fullmatch(factor):
             raise refusal(where, value, cls)
-        return cls(int(factor), Symbol.from_json(name, where))
+        return cls(int(factor), Symbol.from_json_value(name, where))
 
 
 Dim = int | Symbol | Multiple
@@ -91,11 +91,11 @@ class Range:
     def nearest(self, value: int) -> int:
         return min(max(value, self.min), self.max)
 
-    def to_json(self) -> list[int]:
+    def json_value(self) -> list[int]:
         return [self.min, self.opt, self.max]
 
     @classmethod
-    def from_json(cls, value: object, where: str) -> Range:
+    def from_json_value(cls, value: object, where: str) -> Range:
         return cls(*decode(tuple[int, int, int], value, where))
 
 

@@ -57,11 +57,11 @@ class Target:
             words.append(f"torch={self.torch}")
         return ",".join(words)
 
-    def to_json(self) -> str:
+    def json_value(self) -> str:
         return self.tag
 
     @classmethod
-    def from_json(cls, value: object, where: str) -> Target:
+    def from_json_value(cls, value: object, where: str) -> Target:
         return cls.parse(checked(where, value, str))
 
     @classmethod
