@@ -38,7 +38,6 @@ class ChatTemplate:
         self._owner = 0
 
     def render(self, messages: Sequence[Mapping[str, object]]) -> str:
-        """Return the messages as one text."""
         with self._turn:
             if self._running is None or self._running.poll() is not None or self._owner != os.getpid():
                 self._start()

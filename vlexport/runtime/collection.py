@@ -206,7 +206,6 @@ class Collection:
             yield Part(number=number, first=number * self.settings.shard_items, items=taken)
 
     def missing_parts(self) -> Iterator[Part]:
-        """Yield the parts without a sound shard."""
         numbers = set(self.missing)
         return (part for part in self.parts() if part.number in numbers)
 
@@ -366,7 +365,6 @@ def write_shard(
 
 
 def _mapped(file: IO[bytes], places: dict[str, tuple[int, Tensor]]) -> dict[str, Tensor]:
-    """Return tensors that are read from a file when they are used."""
     import torch
 
     content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if places else b""
@@ -425,7 +423,6 @@ def _status(stat: os.stat_result) -> tuple[int, ...]:
 
 
 def _outcome(outcome: Encoded | VlexportError, facts: Record | VlexportError) -> Record:
-    """Return the part of a record that the encoding decides."""
     known = {} if isinstance(facts, VlexportError) else {name: facts[name] for name in ("bytes", "sha256")}
     if isinstance(outcome, VlexportError):
         message = str(outcome)[:MESSAGE_LETTERS]
@@ -455,13 +452,11 @@ def _has_changed(record: Record, begun: int) -> bool:
 
 
 def _made_by(bundle: Bundle, settings: CollectionSettings) -> dict[str, str]:
-    """Return what all shards of a folder have in common."""
     chosen = {name: str(value) for name, value in asdict(settings).items() if value is not None}
     return {"schema": str(SCHEMA)} | provenance(bundle) | chosen
 
 
 def _listed(item: Item) -> tuple[str, str | None, str | None]:
-    """Return what a record has from the list, as `LISTED` names it."""
     return item.source, item.kind, item.id
 
 
@@ -486,7 +481,6 @@ def explained(folder: Path) -> Iterator[None]:
 
 
 def _lock(folder: Path) -> FileLock:
-    """Return the lock of a folder, taken; refuse a second run."""
     lock = FileLock(folder / LOCK)
     try:
         lock.acquire(timeout=0)

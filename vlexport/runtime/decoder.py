@@ -43,8 +43,7 @@ class Decoder(Protocol):
     """A language model that takes embeddings and integer positions, whatever runs it."""
 
     @property
-    def width(self) -> int:
-        """Width of an embedding."""
+    def width(self) -> int: ...
 
     @property
     def max_tokens(self) -> int:
@@ -333,7 +332,6 @@ def _stored_shape(name: str, tensor: Tensor, rule: LanguageRule[Any]) -> tuple[i
 
 
 def _as_class(name: str, tensor: Tensor, rule: LanguageRule[Any]) -> Tensor:
-    """Return a stored weight with the axes of the class."""
     return tensor.mT.contiguous() if name.endswith(rule.transposed) else tensor
 
 

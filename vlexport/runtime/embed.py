@@ -41,7 +41,6 @@ class Embedder:
     levels: Sequence[str] = ()
 
     def embed(self, state: RequestState) -> RequestState:
-        """Fill in the prompt's embeddings, with the media in their room, and its positions."""
         with state.timing("positions"):
             state.positions = self._positions(state)
             prompt = state.prompt

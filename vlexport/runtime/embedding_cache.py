@@ -132,7 +132,6 @@ def copied(encoded: Encoded) -> Encoded:
 
 
 def _each(encoded: Encoded, change: Callable[[Tensor], Tensor]) -> Encoded:
-    """Return embeddings with every tensor changed."""
     layers = {name: change(rows) for name, rows in encoded.layers.items()}
     return replace(encoded, embeds=change(encoded.embeds), layers=layers)
 

@@ -163,7 +163,6 @@ class EngineSession:
         return self.split(items, self._run(inputs))
 
     def split(self, items: Sequence[MediaItem], outputs: Mapping[str, Tensor]) -> list[Encoded]:
-        """Return each item's rows of the outputs of a call."""
         counts = [self.num_tokens(item) for item in items]
         main, *others = self.packing.outputs
         parts = {name: outputs[name].split(counts) for name in self.packing.outputs}
@@ -248,7 +247,6 @@ class EngineSession:
         return [[piece] for piece in pieces] if len(pieces) > 1 else []
 
     def _planned(self, grids: tuple[Grid, ...]) -> tuple[_Call, ...]:
-        """Return the calls that take these items."""
         if not grids:
             raise InputError(NOTHING)
         return self._calls_of([piece for grid in grids for piece in self.cut(self._item(grid), MOST_TOKENS)])

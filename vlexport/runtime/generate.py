@@ -94,7 +94,6 @@ class AnswerGenerator:
         )
 
     def preprocess(self, request: Request) -> RequestState:
-        """Read media and text (step 1)."""
         return self.preprocessor.preprocess(request)
 
     def encode(self, states: Sequence[RequestState | VlexportError]) -> list[RequestState | VlexportError]:
@@ -124,11 +123,9 @@ class AnswerGenerator:
         return state
 
     def embed(self, state: RequestState) -> RequestState:
-        """Put embeddings into the prompt, and compute positions (step 4)."""
         return self.embedder.embed(state)
 
     def prefill(self, state: RequestState) -> RequestState:
-        """Feed the prompt to the decoder (step 5)."""
         return prefill(self.language.decoder, state)
 
     def decode(self, state: RequestState) -> Generator[Piece, None, Answer]:
@@ -196,7 +193,6 @@ class AnswerGenerator:
 
 
 def _frame_markers(rule: LanguageRule[Any], tokenizer: CheckpointTokenizer) -> FrameMarkers | None:
-    """Return the ids of tokens round the frames of videos, where time is written out."""
     if rule.frame_markers is None:
         return None
     start, end = rule.frame_markers
@@ -304,11 +300,9 @@ class AsyncStream:
         return piece
 
     def require_answer(self) -> Answer:
-        """Return the whole answer; only after the last piece."""
         return _whole(self.answer)
 
     async def aclose(self) -> None:
-        """Stop here and give the cache's memory back."""
         if self._stream is not None:
             self._stream.close()
 

@@ -52,7 +52,6 @@ class Memory:
             self.mask_11NS = (places_S[None] <= self.places_N[:, None])[None, None]
 
     def update(self, layer: int, keys_1KND: Tensor, values_1KND: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the step's keys and values and return those that attention sees."""
         if layer not in self.kept:
             one, other = (
                 each.new_zeros(each.shape[1], self.length, each.shape[3]) for each in (keys_1KND, values_1KND)

@@ -153,7 +153,6 @@ def config_of(bundle: Bundle, recipe: Recipe[Any]) -> Any:
 
 
 def _check_sizes(config: Any, where: str) -> None:
-    """Refuse numbers that are no sizes."""
     for each in fields(config):
         found, path = getattr(config, each.name), f"{where}.{each.name}"
         if is_dataclass(found):

@@ -250,7 +250,6 @@ class Pipeline:
     def _steps(
         self, fps: float | None = None, prune: float | None = None, limits: MediaLimits | None = None
     ) -> tuple[ReadOne, PruneOne]:
-        """Return functions that read one source and prune one result; wrong arguments are refused first."""
         self.engine.require_own_process()
         if fps is not None:
             check_frame_rate(fps)
@@ -281,7 +280,6 @@ class Pipeline:
         return self.session.run(items)
 
     def require_generator(self) -> AnswerGenerator:
-        """Return the steps of an answer; refused without a decoder."""
         self.engine.require_own_process()
         if self._generator is None:
             raise UnsupportedError(

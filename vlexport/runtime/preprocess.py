@@ -46,7 +46,6 @@ class Preprocessor:
     limits: RequestLimits
 
     def preprocess(self, request: Request) -> RequestState:
-        """Return the state of a new request; all that can be refused without the tower is refused here."""
         if not isinstance(request, Request):
             raise InputError(f"{type(request).__name__} given among the requests, a Request expected.")
         state = RequestState(request=request)
@@ -156,7 +155,6 @@ class MediaReader:
         return EncoderInput(item=item, encoded=given)
 
     def _check_layers(self, kind: str, given: Encoded) -> None:
-        """Refuse embeddings without the further outputs of the tower, or with others."""
         specs = self.session.bundle.manifest.outputs[1:]
         if given.layers.keys() != {spec.name for spec in specs}:
             raise InputError(
@@ -168,7 +166,7 @@ class MediaReader:
 
 
 def read_pixels(kind: str, source: object, fps: float | None, limits: MediaLimits) -> Pixels:
-    """Return the frames of one source; frames that are decoded already are held to the same limits."""
+    """Return the frames of one source; frames that are decoded already have the same limits."""
     if not isinstance(source, Pixels):
         if kind == "image":
             return media.read_image(source, limits)  # type: ignore[arg-type]
@@ -253,7 +251,6 @@ def _check_grid(kind: str, grid: object) -> None:
 
 
 def _check_slices(kind: str, given: Encoded) -> None:
-    """Refuse slices that are no sides in patches, and groups that are no frame numbers of all of them."""
     count = len(given.slices) or given.grid[0]
     sides = all(1 <= side < 2**12 for rows, columns in given.slices for side in (rows, columns))
     numbers = [number for group in given.frame_groups for number in group]

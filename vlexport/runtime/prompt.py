@@ -43,7 +43,6 @@ class Prompter:
         self.marker = re.compile("|".join(f"({re.escape(marker)})" for marker in self.kind_of))
 
     def mark(self, request: Request, limits: RequestLimits) -> MarkedPrompt:
-        """Return the request's text, and for each of its placeholders the image or video."""
         shield = Shield(self.tokenizer, texts_in([request.prompt, request.messages]))
         bound = _TextBound(self.tokenizer, limits)
         if request.raw_prompt is not None:
@@ -207,7 +206,6 @@ def chat_of(
 
 
 def _shielded(value: Any, shield: Callable[[str], str]) -> Any:
-    """Return nested lists and objects with every text shielded."""
     if isinstance(value, str):
         return shield(value)
     if isinstance(value, Mapping):
@@ -233,7 +231,6 @@ def _parts(message: object, number: int) -> Sequence[object]:
 
 
 def _part(part: object, rule: PromptRule[Any], number: int) -> dict[str, Any]:
-    """Return the part as a dictionary of its type and its text or data."""
     if not isinstance(part, Mapping):
         raise InputError(
             f"message {number}: a part of {type(part).__name__} given, an object with 'type' expected."

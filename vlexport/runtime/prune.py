@@ -36,7 +36,6 @@ class PruningOptions:
             raise InputError(f"method: '{self.method}' given, one of {', '.join(sorted(METHODS))} expected.")
 
     def require(self, bundle: Bundle) -> None:
-        """Refuse a bundle that prunes by another method."""
         built = bundle.manifest.graphs.selector
         if self.method is not None and built is not None and built != self.method:
             raise UnsupportedError(

@@ -110,7 +110,7 @@ class Generation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestLimits:
-    """Ceilings for one request: the operator's word, which a request may only lower.
+    """Ceilings for one request, set by the operator; a request may only lower them.
 
     `max_prompt_tokens` is of the expanded prompt; `max_items` counts images and videos.
     """
@@ -126,7 +126,6 @@ class RequestLimits:
             _check(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
 
     def lowered(self, to: RequestLimits) -> RequestLimits:
-        """Return the stricter of both, field by field."""
         counts = {name: min(getattr(self, name), getattr(to, name)) for name in COUNTS}
         return RequestLimits(media=self.media.lowered(to.media), **counts)
 
@@ -213,7 +212,6 @@ class Request:
         raise InputError(f"question: {kind} given, a text, a list of messages or a Request expected.")
 
     def sources(self, kind: str) -> tuple[Source, ...]:
-        """Return the media passed with the prompt, in order."""
         given: Sequence[Source] = self.images if kind == "image" else self.videos
         return tuple(given) or tuple(self.image_embeds if kind == "image" else self.video_embeds)
 

@@ -100,7 +100,6 @@ class CheckpointTokenizer:
 
     @contextmanager
     def _refused(self) -> Iterator[None]:
-        """Raise a `CheckpointError` that names the file in place of what the libraries raise about it."""
         try:
             yield
         # Whatever it is: tokenizers raises bare Exception, and pyo3's PanicException is a BaseException.
