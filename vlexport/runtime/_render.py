@@ -46,10 +46,10 @@ class _Generation(Extension):
 class _Namespace(Namespace):
     """A namespace of a template, without names that lead into Python's objects."""
 
-    def __init__(*given: Any, **named: Any) -> None:
-        Namespace.__init__(given[0])
-        for name, value in dict(*given[1:], **named).items():
-            given[0][name] = value
+    def __init__(*arguments: Any, **named: Any) -> None:
+        Namespace.__init__(arguments[0])
+        for name, value in dict(*arguments[1:], **named).items():
+            arguments[0][name] = value
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
@@ -67,14 +67,14 @@ def _json(value: Any, *, ensure_ascii: bool = False, **form: Any) -> str:
 
 def environment() -> Environment:
     """Return the names that transformers gives to chat templates."""
-    made = ImmutableSandboxedEnvironment(
+    sandbox = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
-    made.filters["tojson"] = _json
-    made.globals["raise_exception"] = _refuse
-    made.globals["strftime_now"] = lambda form: datetime.now().astimezone().strftime(form)
-    made.globals["namespace"] = _Namespace
-    return made
+    sandbox.filters["tojson"] = _json
+    sandbox.globals["raise_exception"] = _refuse
+    sandbox.globals["strftime_now"] = lambda form: datetime.now().astimezone().strftime(form)
+    sandbox.globals["namespace"] = _Namespace
+    return sandbox
 
 
 def receive(file: BinaryIO, most: int = 2**62) -> Any:
@@ -107,8 +107,8 @@ def main() -> None:
 
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    given, out = sys.stdin.buffer, sys.stdout.buffer
-    template, message = None, receive(given)
+    stdin, out = sys.stdin.buffer, sys.stdout.buffer
+    template, message = None, receive(stdin)
     while message is not None:
         _bound()
         try:
@@ -120,4 +120,4 @@ def main() -> None:
         except REFUSED as error:
             answer = {"refused": str(error)[:400] or type(error).__name__}
         send(out, answer)
-        message = receive(given)
+        message = receive(stdin)

@@ -97,22 +97,23 @@ class ChatTemplate:
 
 def _require_library() -> None:
     try:
-        found = version("jinja2")
+        installed = version("jinja2")
     except PackageNotFoundError:
-        found = "none"
-    if tuple(int(part) for part in re.findall(r"\d+", found)[:3]) < LEAST_JINJA:
+        installed = "none"
+    if tuple(int(part) for part in re.findall(r"\d+", installed)[:3]) < LEAST_JINJA:
         least = ".".join(map(str, LEAST_JINJA))
         raise MisfitError(
-            f"jinja2 {found} is installed; chat templates need {least} or newer: older sandboxes have known "
-            f"ways out. pip install 'jinja2>={least}' installs it; `vlexport doctor` names such libraries."
+            f"jinja2 {installed} is installed; chat templates need {least} or newer: older sandboxes have "
+            f"known ways out. pip install 'jinja2>={least}' installs it; `vlexport doctor` names such "
+            "libraries."
         )
 
 
 def _plain(message: Mapping[str, object]) -> dict[str, object]:
     """Return a message without empty entries; thoughts under each name that templates read them by."""
-    found = {name: value for name, value in message.items() if value is not None}
-    thoughts = [found[name] for name in ("reasoning_content", "thinking", "reasoning") if name in found]
-    return {"thinking": thoughts[0], **found, "reasoning_content": thoughts[0]} if thoughts else found
+    plain = {name: value for name, value in message.items() if value is not None}
+    thoughts = [plain[name] for name in ("reasoning_content", "thinking", "reasoning") if name in plain]
+    return {"thinking": thoughts[0], **plain, "reasoning_content": thoughts[0]} if thoughts else plain
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

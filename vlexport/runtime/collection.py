@@ -309,9 +309,9 @@ class Collection:
         for number, record in enumerate(records):
             item = part.items[number] if number < len(part.items) else None
             if item is None or tuple(map(record.get, LISTED)) != _listed(item):
-                given = "none" if item is None else f"'{item.source}'"
+                listed = "none" if item is None else f"'{item.source}'"
                 raise InputError(
-                    f"{path}: item {part.first + number} is '{record['source']}', and {given} in the list "
+                    f"{path}: item {part.first + number} is '{record['source']}', and {listed} in the list "
                     "given. Give the list of the first run, also a longer one that begins with it, or "
                     "another folder."
                 )
@@ -423,15 +423,17 @@ def _status(stat: os.stat_result) -> tuple[int, ...]:
 
 
 def _outcome(outcome: Encoded | VlexportError, facts: Record | VlexportError) -> Record:
-    known = {} if isinstance(facts, VlexportError) else {name: facts[name] for name in ("bytes", "sha256")}
+    file_facts = (
+        {} if isinstance(facts, VlexportError) else {name: facts[name] for name in ("bytes", "sha256")}
+    )
     if isinstance(outcome, VlexportError):
         message = str(outcome)[:MESSAGE_LETTERS]
         failed = {"type": type(outcome).__name__, "message": message, "exit_code": outcome.exit_code}
         # The next run tries it again.
         later = {"temporary": True} if outcome.temporary else {}
-        return {**known, "status": "error", "error": failed | later}
+        return {**file_facts, "status": "error", "error": failed | later}
     about = {"kind": outcome.kind, "grid": list(outcome.grid), "tokens": len(outcome.embeds)}
-    return {**known, "status": "ok", **about}
+    return {**file_facts, "status": "ok", **about}
 
 
 def _has_changed(record: Record, begun: int) -> bool:

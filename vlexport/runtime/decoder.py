@@ -161,7 +161,7 @@ class TransformersTurn:
         positions = positions_RN[:, None] if len(positions_RN) > 1 else positions_RN
         run = self.one if single else self.model
         device = memory.places_N.device
-        embeds_1ND, positions = (to_device(each, device) for each in (embeds_ND[None], positions))
+        embeds_1ND, positions = (to_device(tensor, device) for tensor in (embeds_ND[None], positions))
         levels = () if levels_LND is None else (to_device(levels_LND, device),)
         logits_V: Tensor = run(embeds_1ND, positions, memory, *levels)
         return logits_V.float()
@@ -239,8 +239,8 @@ def end_ids(checkpoint: Checkpoint) -> frozenset[int]:
         views.insert(0, checkpoint.read_json("generation_config.json"))
     for view in views:
         if view.has("eos_token_id"):
-            given = dict(view.items())["eos_token_id"]
-            one = not isinstance(given, list)
+            value = dict(view.items())["eos_token_id"]
+            one = not isinstance(value, list)
             return frozenset([view.require_int("eos_token_id")] if one else view.require_ints("eos_token_id"))
     return frozenset()
 
@@ -264,14 +264,14 @@ class TextModel(nn.Module):
         if levels_LND is not None:
             everywhere = torch.ones(embeds_1ND.shape[:2], dtype=torch.bool, device=embeds_1ND.device)
             levels = {"visual_pos_masks": everywhere, "deepstack_visual_embeds": list(levels_LND)}
-        found = self.body(
+        outputs = self.body(
             inputs_embeds=embeds_1ND,
             position_ids=positions,
             use_cache=False,
             vlexport_memory=memory,
             **levels,
         )
-        logits_V: Tensor = self.head(found.last_hidden_state[0, -1])
+        logits_V: Tensor = self.head(outputs.last_hidden_state[0, -1])
         return logits_V
 
 
@@ -288,7 +288,7 @@ def load_text_model(
             )
         _check_forward(body)
     names = checkpoint.tensor_names()
-    prefix = next((each for each in rule.prefixes if each + rule.table in names), None)
+    prefix = next((candidate for candidate in rule.prefixes if candidate + rule.table in names), None)
     if prefix is None:
         raise CheckpointError(
             f"{checkpoint.source} holds no language model: no tensor {rule.table} below "
@@ -357,8 +357,8 @@ def scaled_tensors(
         return
     for name, tensor in checkpoint.tensors(stored):
         factor = next((scale for end, scale in scales.items() if name.endswith(end)), 1.0)
-        wanted: torch.dtype = getattr(torch, dtype) if dtype else tensor.dtype
-        yield name, (factor * tensor.float()).to(wanted)
+        torch_dtype: torch.dtype = getattr(torch, dtype) if dtype else tensor.dtype
+        yield name, (factor * tensor.float()).to(torch_dtype)
 
 
 def _fill_buffers(body: nn.Module) -> None:

@@ -78,12 +78,12 @@ class Embedder:
             for room, item in zip(state.prompt.placeholders, state.encoded, strict=True)
         ]
         kept, write = [item.kept for item in state.encoded], partial(self.graphs.write, forms=state.forms)
-        drops = any(each is not None for each in kept)
+        drops = any(rows is not None for rows in kept)
         if state.is_pruned and self.rule.kind == "time_as_text":
             if drops:
                 state.forms["layout"] = f"eager: {LAYOUT}"
             # On the host already, since the text was written from them.
-            on_host = [None if each is None else each.cpu() for each in kept]
+            on_host = [None if rows is None else rows.cpu() for rows in kept]
             return frame_positions(ids, media, on_host, self.rule, write=write)
         # Where images alone are in a pruned prompt, all of it is known on the host.
         if state.is_pruned and self.rule.kind == "time_scaled" and drops:

@@ -100,10 +100,10 @@ class EngineSession:
     ) -> Self:
         """Open the engine of a bundle, without the graphs and the decoder of a pipeline; see `load`."""
         opened = Bundle.open(bundle, trust=trust, verify="lazy")
-        found = recipe_of(opened, recipe)
+        chosen = recipe_of(opened, recipe)
         engine = open_engine(opened, allow_failed=allow_failed, options=options)
         try:
-            return cls(opened, engine, found)
+            return cls(opened, engine, chosen)
         except BaseException:
             engine.close()
             raise
@@ -127,8 +127,8 @@ class EngineSession:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of a row of `run_packed`."""
-        found: torch.dtype = getattr(torch, self.engine.outputs[0].dtype)
-        return found
+        dtype: torch.dtype = getattr(torch, self.engine.outputs[0].dtype)
+        return dtype
 
     def num_tokens(self, item: MediaItem) -> int:
         return self.recipe.num_tokens(self.config, item)
@@ -190,19 +190,19 @@ class EngineSession:
         the engine are taken as they lie, and one call's only output is returned as it is.
         """
         calls = self._calls(tuple(map(_grid, grids)))
-        wanted = [sum(call.num_rows for call in calls), self.packing.row_width]
+        shape = [sum(call.num_rows for call in calls), self.packing.row_width]
         dtype = "torch.uint8" if (in_bytes := self.packing.levels is not None) else "floating point"
         is_typed = patches.dtype == torch.uint8 if in_bytes else patches.is_floating_point()
-        if list(patches.shape) != wanted or not is_typed:
+        if list(patches.shape) != shape or not is_typed:
             raise InputError(
-                f"patches: {patches.dtype} {list(patches.shape)} given, {dtype} {wanted} expected for grids "
+                f"patches: {patches.dtype} {list(patches.shape)} given, {dtype} {shape} expected for grids "
                 f"{list(map(list, grids))}. Pass the rows of exactly these items."
             )
         parts = patches.split([call.num_rows for call in calls])
         outputs = [
             self._run({"patches": part, **call.tables}) for part, call in zip(parts, calls, strict=True)
         ]
-        rows = [_side_by_side([found[name] for name in self.packing.outputs]) for found in outputs]
+        rows = [_side_by_side([output[name] for name in self.packing.outputs]) for output in outputs]
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def require(self, grids: Sequence[Grid]) -> None:
@@ -311,19 +311,19 @@ class Encoder:
         owners: dict[bytes, int] = {}
         # An item whose embeddings are known owns nothing: an equal one may have missed them in the cache.
         owner = [
-            owners.setdefault(each.key, at) if each.key and each.encoded is None else at
-            for at, each in enumerate(media)
+            owners.setdefault(entry.key, at) if entry.key and entry.encoded is None else at
+            for at, entry in enumerate(media)
         ]
-        todo = [at for at, each in enumerate(media) if each.encoded is None and owner[at] == at]
+        todo = [at for at, entry in enumerate(media) if entry.encoded is None and owner[at] == at]
         with record_function("tower"):
             fresh = dict(zip(todo, self._run_all([media[at].item for at in todo], progress), strict=True))
         for at in todo:
             fresh[at] = attempt(partial(self._store, media[at]), fresh[at])
         return [
             _of(fresh[owner[at]], owner[at] == at)
-            if each.encoded is None
-            else EncoderOutput(encoded=each.encoded, seconds=0.0)
-            for at, each in enumerate(media)
+            if entry.encoded is None
+            else EncoderOutput(encoded=entry.encoded, seconds=0.0)
+            for at, entry in enumerate(media)
         ]
 
     def _store(self, source: EncoderInput, outcome: EncoderOutput) -> EncoderOutput:
@@ -345,7 +345,7 @@ class Encoder:
             outcomes |= dict(zip(batch, ran, strict=True))
         in_order = map(outcomes.pop, range(len(pieces)))
         parts = [list(itertools.islice(in_order, len(cut))) for cut in cuts]
-        return [attempt(partial(_joined, item), each) for item, each in zip(items, parts, strict=True)]
+        return [attempt(partial(_joined, item), part) for item, part in zip(items, parts, strict=True)]
 
     def _run_batch(self, items: Sequence[MediaItem]) -> list[EncoderOutput | VlexportError]:
         """Run one call; where it fails, its halves, down to the item at fault."""
@@ -358,8 +358,8 @@ class Encoder:
                 return [outcome_of(error)]
             outcomes = [outcome for half in halves for outcome in self._run_batch(half)]
             return outcomes if len(items) > 1 else [attempt(partial(_joined, items[0]), outcomes)]
-        per_token = (time.perf_counter() - started) / sum(len(each.embeds) for each in encoded)
-        return [EncoderOutput(encoded=each, seconds=per_token * len(each.embeds)) for each in encoded]
+        per_token = (time.perf_counter() - started) / sum(len(result.embeds) for result in encoded)
+        return [EncoderOutput(encoded=result, seconds=per_token * len(result.embeds)) for result in encoded]
 
 
 def _largest(height: int, width: int, is_too_large: Callable[[int, int], bool]) -> tuple[int, int]:
@@ -387,10 +387,10 @@ def _side_by_side(columns: Sequence[Tensor]) -> Tensor:
 
 def _as_declared(inputs: Mapping[str, Tensor], specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
     """Round pixels, which are prepared in float32, to the engine's own dtype; bytes stay bytes."""
-    wanted: dict[str, torch.dtype] = {spec.name: getattr(torch, spec.dtype) for spec in specs}
+    dtypes: dict[str, torch.dtype] = {spec.name: getattr(torch, spec.dtype) for spec in specs}
     return {
-        name: tensor.to(wanted[name])
-        if tensor.is_floating_point() and wanted[name].is_floating_point
+        name: tensor.to(dtypes[name])
+        if tensor.is_floating_point() and dtypes[name].is_floating_point
         else tensor
         for name, tensor in inputs.items()
     }

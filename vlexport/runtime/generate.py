@@ -113,9 +113,9 @@ class AnswerGenerator:
     def prune(self, state: RequestState) -> RequestState:
         """Drop tokens of videos, then write the prompt with what is left of each frame (step 3)."""
         with state.timing("prune"):
-            given = state.encoded
-            state.encoded = tuple(self.pruner.prune(item, state.rate) for item in given)
-            ran = {str(new.form) for new, old in zip(state.encoded, given, strict=True) if new is not old}
+            before = state.encoded
+            state.encoded = tuple(self.pruner.prune(item, state.rate) for item in before)
+            ran = {str(new.form) for new, old in zip(state.encoded, before, strict=True) if new is not old}
             if ran:
                 state.forms["prune"] = "; ".join(sorted(ran))
             if state.is_pruned:
@@ -249,8 +249,8 @@ class Stream:
             self.answer = end.value or self.answer
             raise StopIteration from None
         except Exception as error:  # noqa: BLE001  a request's outcome, whatever it is
-            found = outcome_of(error)
-            raise found from found.__cause__
+            outcome = outcome_of(error)
+            raise outcome from outcome.__cause__
 
     def require_answer(self) -> Answer:
         """Return the whole answer; only after the last piece."""

@@ -54,7 +54,7 @@ class Memory:
     def update(self, layer: int, keys_1KND: Tensor, values_1KND: Tensor) -> tuple[Tensor, Tensor]:
         if layer not in self.kept:
             one, other = (
-                each.new_zeros(each.shape[1], self.length, each.shape[3]) for each in (keys_1KND, values_1KND)
+                rows.new_zeros(rows.shape[1], self.length, rows.shape[3]) for rows in (keys_1KND, values_1KND)
             )
             self.kept[layer] = one, other
         keys_KSD, values_KSD = self.kept[layer]
@@ -71,13 +71,13 @@ def register_attention() -> str:
     sdpa = AttentionInterface()["sdpa"]
 
     def attend(
-        module: Any, query: Tensor, keys: Tensor, values: Tensor, mask: Any, **given: Any
+        module: Any, query: Tensor, keys: Tensor, values: Tensor, mask: Any, **options: Any
     ) -> tuple[Tensor, None]:
-        memory: Memory | None = given.pop("vlexport_memory", None)
+        memory: Memory | None = options.pop("vlexport_memory", None)
         if memory is not None:
             keys, values = memory.update(module.layer_idx, keys, values)
             mask = memory.mask_11NS
-        attended: tuple[Tensor, None] = sdpa(module, query, keys, values, mask, **given)
+        attended: tuple[Tensor, None] = sdpa(module, query, keys, values, mask, **options)
         return attended
 
     AttentionInterface.register(ATTENTION, attend)
@@ -86,10 +86,10 @@ def register_attention() -> str:
 
 def keep_states(body: nn.Module) -> int:
     """Let Mamba layers keep their states in a `Memory`; return how many there are."""
-    found = [module for module in body.modules() if hasattr(module, "A_log") and hasattr(module, "D")]
-    for module in found:
+    layers = [module for module in body.modules() if hasattr(module, "A_log") and hasattr(module, "D")]
+    for module in layers:
         module.__class__ = Mamba2
-    return len(found)
+    return len(layers)
 
 
 class Mamba2(nn.Module):
@@ -132,8 +132,8 @@ class Mamba2(nn.Module):
             dt_NH = dt_NH.clamp(min=self.config.time_step_min)
         rows_NHP, state_HPR = self._scan(mixed_NC, dt_NH, state_HPR)
         memory.states[self.layer_idx] = window_1CN[:, :, window_1CN.shape[-1] - width :].clone(), state_HPR
-        found: Tensor = self.out_proj(self.norm(rows_NHP.flatten(1)[None], gate_1NI).to(hidden_1ND.dtype))
-        return found
+        output: Tensor = self.out_proj(self.norm(rows_NHP.flatten(1)[None], gate_1NI).to(hidden_1ND.dtype))
+        return output
 
     def _scan(self, mixed_NC: Tensor, dt_NH: Tensor, state_HPR: Tensor) -> tuple[Tensor, Tensor]:
         heads, width, size = state_HPR.shape

@@ -18,34 +18,34 @@ SINGLE = re.compile(r"(?P<stem>.*\.experts)\.(?P<expert>\d+)\.(?P<part>\w+)\.wei
 
 def stored_apart(shapes: Shapes, is_stored: Iterable[str]) -> dict[str, tuple[int, ...]]:
     """Return the shapes with joined experts replaced by single ones, where these are stored."""
-    names, found = set(is_stored), {}
+    names, apart = set(is_stored), {}
     for name, shape in shapes.items():
         stem, _, last = name.rpartition(".")
         parts = PARTS.get(last, ()) if f"{stem}.0.down_proj.weight" in names else ()
         if not parts:
-            found[name] = shape
+            apart[name] = shape
         for expert in range(shape[0] if parts else 0):
             single = (shape[1] // len(parts), shape[2])
-            found |= dict.fromkeys((f"{stem}.{expert}.{part}.weight" for part in parts), single)
-    return found
+            apart |= dict.fromkeys((f"{stem}.{expert}.{part}.weight" for part in parts), single)
+    return apart
 
 
 def joined(weights: Iterable[tuple[str, Tensor]], shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors with experts that were stored apart in their place among the others of the layer."""
     whole_EID: dict[str, Tensor] = {}
     for name, tensor in weights:
-        found = None if name in shapes else SINGLE.fullmatch(name)
-        if found is None:
+        match = None if name in shapes else SINGLE.fullmatch(name)
+        if match is None:
             yield name, tensor
             continue
         last, parts = next(
             (last, parts)
             for last, parts in PARTS.items()
-            if found["part"] in parts and f"{found['stem']}.{last}" in shapes
+            if match["part"] in parts and f"{match['stem']}.{last}" in shapes
         )
-        into = f"{found['stem']}.{last}"
+        into = f"{match['stem']}.{last}"
         if into not in whole_EID:
             whole_EID[into] = tensor.new_empty(shapes[into])
-        rows = whole_EID[into][int(found["expert"])].chunk(len(parts))[parts.index(found["part"])]
+        rows = whole_EID[into][int(match["expert"])].chunk(len(parts))[parts.index(match["part"])]
         rows.copy_(tensor)
     yield from whole_EID.items()

@@ -35,8 +35,8 @@ class OneDnnLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-2] < LEAST_ROWS:
             return super().forward(x)
-        found: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")  # noqa: SLF001
-        return found
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")  # noqa: SLF001
+        return product
 
 
 def choose_products(body: nn.Module, processor: str | None = None) -> None:

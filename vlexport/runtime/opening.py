@@ -119,10 +119,12 @@ def open_engine(bundle: Bundle, *, allow_failed: bool = False, options: Options 
 
 def precision_of(manifest: Manifest) -> Precision:
     """Return dtypes, and the scheme of integers as the backend that built the bundle rounds."""
-    made = manifest.precision
+    stored = manifest.precision
     device = "cuda" if "device" in manifest.options else None
-    found = require(find_backend(manifest.target.backend), made.dtype, made.quantisation, device=device)
-    return Precision(dtype=made.dtype, fp32_layers=made.fp32_layers, quantisation=found.quantisation)
+    capability = require(
+        find_backend(manifest.target.backend), stored.dtype, stored.quantisation, device=device
+    )
+    return Precision(dtype=stored.dtype, fp32_layers=stored.fp32_layers, quantisation=capability.quantisation)
 
 
 def config_of(bundle: Bundle, recipe: Recipe[Any]) -> Any:
@@ -138,8 +140,8 @@ def config_of(bundle: Bundle, recipe: Recipe[Any]) -> Any:
         if manifest.input_dtype != recipe.input_dtype(config):
             raise InputError(f"patches are not {recipe.input_dtype(config)}, as these settings give them.")
         for spec in (*manifest.inputs, *manifest.outputs):
-            wanted = {**axes.get(spec.name, {}), **rows.get(spec.name, {})}
-            if any(spec.shape[axis] != dim for axis, dim in wanted.items()):
+            expected = {**axes.get(spec.name, {}), **rows.get(spec.name, {})}
+            if any(spec.shape[axis] != dim for axis, dim in expected.items()):
                 raise InputError(f"{spec.name} has another shape than these settings give it.")
         recipe.profiles(config)
     except (*UNEXPECTED, InputError, LimitError) as error:
@@ -153,12 +155,12 @@ def config_of(bundle: Bundle, recipe: Recipe[Any]) -> Any:
 
 
 def _check_sizes(config: Any, where: str) -> None:
-    for each in fields(config):
-        found, path = getattr(config, each.name), f"{where}.{each.name}"
-        if is_dataclass(found):
-            _check_sizes(found, path)
-        elif isinstance(found, int | float) and not isinstance(found, bool) and not 0 < found < MAX_NUMBER:
-            raise InputError(f"{path}: {found} found; expected a number above 0 and below {MAX_NUMBER}.")
+    for setting in fields(config):
+        value, path = getattr(config, setting.name), f"{where}.{setting.name}"
+        if is_dataclass(value):
+            _check_sizes(value, path)
+        elif isinstance(value, int | float) and not isinstance(value, bool) and not 0 < value < MAX_NUMBER:
+            raise InputError(f"{path}: {value} found; expected a number above 0 and below {MAX_NUMBER}.")
 
 
 def require_fit(bundle: Bundle, recipe: str | None = None) -> None:
@@ -182,43 +184,43 @@ def backend_of(bundle: Bundle, *, unchecked: bool = False) -> Backend:
     reason = backend.missing()
     if reason is not None:
         raise MisfitError(f"{bundle.path}: built for backend '{name}', which cannot be used here: {reason}")
-    made = bundle.manifest.target
-    here = backend.here(made)
-    if not (backend.reads_older and _is_newer(here, made)):
+    target = bundle.manifest.target
+    here = backend.here(target)
+    if not (backend.reads_older and _is_newer(here, target)):
         bundle.require_fit(here)
     elif not unchecked and here.tag not in bundle.newer:
         raise MisfitError(
-            f"{bundle.path}: built with {name} {made.version}; {here.version} is here and reads its format, "
-            f"and this bundle was not checked with it. Build again: {bundle.rebuild_command()}\n"
+            f"{bundle.path}: built with {name} {target.version}; {here.version} is here and reads its "
+            f"format, and this bundle was not checked with it. Build again: {bundle.rebuild_command()}\n"
             f"Or check it once, and it opens: {bundle.command('parity')}"
         )
     return backend
 
 
-def _is_newer(here: Target, made: Target) -> bool:
+def _is_newer(here: Target, target: Target) -> bool:
     """Return whether a machine differs from a target by a newer version of the library alone."""
     try:
-        later = Version(here.version) > Version(made.version)
+        later = Version(here.version) > Version(target.version)
     except InvalidVersion:
         return False
-    return later and fit(replace(made, version=here.version), here) is None
+    return later and fit(replace(target, version=here.version), here) is None
 
 
 def recipe_of(bundle: Bundle, recipe: str | None = None) -> Recipe[Any]:
     """Return the recipe that made the bundle, in that version; a private one is named by its file."""
-    made = bundle.manifest.recipe
+    stored = bundle.manifest.recipe
     # A name in a manifest is never taken for the path of a program.
-    if recipe is None and made.name not in {card.path.stem for card in list_recipes()}:
+    if recipe is None and stored.name not in {card.path.stem for card in list_recipes()}:
         raise MisfitError(
-            f"{bundle.path}: built by recipe '{made.name}', which is not here. "
+            f"{bundle.path}: built by recipe '{stored.name}', which is not here. "
             "If it is a private one, pass its file as recipe."
         )
-    found = find_recipe(recipe or made.name)
-    if found.digest != made.digest:
+    chosen = find_recipe(recipe or stored.name)
+    if chosen.digest != stored.digest:
         private = "" if recipe else "If a private recipe of this name built it, pass its file as recipe. "
         raise MisfitError(
-            f"{bundle.path}: recipe '{recipe or made.name}', or a module that it imports, has changed since "
-            f"the build ({made.digest[:12]} then, {found.digest[:12]} now): inputs may not fit the engine. "
-            f"{private}Build again: {bundle.rebuild_command(recipe)}"
+            f"{bundle.path}: recipe '{recipe or stored.name}', or a module that it imports, has changed "
+            f"since the build ({stored.digest[:12]} then, {chosen.digest[:12]} now): inputs may not fit the "
+            f"engine. {private}Build again: {bundle.rebuild_command(recipe)}"
         )
-    return found
+    return chosen

@@ -141,19 +141,19 @@ class Piece:
     text: str
 
 
-def attempt(stage: Callable[[T], U], given: T | VlexportError) -> U | VlexportError:
+def attempt(stage: Callable[[T], U], value: T | VlexportError) -> U | VlexportError:
     """Return the stage's value, or the error that it or an earlier stage raised."""
-    if isinstance(given, VlexportError):
-        return given
+    if isinstance(value, VlexportError):
+        return value
     try:
-        return stage(given)
+        return stage(value)
     except Exception as error:  # noqa: BLE001  a request's outcome, whatever it is
         return outcome_of(error)
 
 
-def each(stage: Callable[[T], U], given: Iterable[T | VlexportError]) -> list[U | VlexportError]:
+def each(stage: Callable[[T], U], outcomes: Iterable[T | VlexportError]) -> list[U | VlexportError]:
     """Attempt the stage for every request, in order."""
-    return [attempt(stage, one) for one in given]
+    return [attempt(stage, one) for one in outcomes]
 
 
 def counted(phase: str, items: Sequence[T], progress: Callable[[str, float], None]) -> Iterator[T]:
@@ -167,13 +167,13 @@ def outcome_of(error: Exception) -> VlexportError:
     """Return an error of the tree as it is, any other as what it means, with itself as the cause."""
     if isinstance(error, VlexportError):
         return _without_frames(error)
-    found = shortage(error) or InternalError(
+    meaning = shortage(error) or InternalError(
         f"unexpected {type(error).__name__}: {error!s:.500}. This is a bug of vlexport or of a library; the "
         "original error is its __cause__ (--debug shows it)."
     )
     error.add_note("".join(["Raised at:\n", *traceback.format_tb(error.__traceback__)]))
-    found.__cause__ = _without_frames(error)
-    return found
+    meaning.__cause__ = _without_frames(error)
+    return meaning
 
 
 def _without_frames(error: E) -> E:
@@ -214,15 +214,15 @@ def check_out(out: Path, option: str = "--output", suffix: str = ".safetensors")
 
 def provenance(bundle: Bundle) -> dict[str, str]:
     """Return what made the embeddings, for the metadata of their file."""
-    made = bundle.manifest
-    revision = f"@{made.checkpoint.revision}" if made.checkpoint.revision else ""
+    manifest = bundle.manifest
+    revision = f"@{manifest.checkpoint.revision}" if manifest.checkpoint.revision else ""
     return {
-        "bundle_key": made.key,
+        "bundle_key": manifest.key,
         "bundle_digest": bundle.digest,
-        "checkpoint": f"{Path(made.checkpoint.source).name}{revision}",
-        "recipe": made.recipe.name,
-        "backend": made.target.backend,
-        "precision": made.precision.name,
+        "checkpoint": f"{Path(manifest.checkpoint.source).name}{revision}",
+        "recipe": manifest.recipe.name,
+        "backend": manifest.target.backend,
+        "precision": manifest.precision.name,
         "parity": bundle.verdict.status,
     }
 

@@ -259,10 +259,10 @@ class Pipeline:
         def read(source: tuple[str | None, Source]) -> EncoderInput:
             kind, what = source
             with record_function("preprocess"):
-                found = self.media.read(kind or kind_of(what, bounds), what, fps, bounds)
+                item = self.media.read(kind or kind_of(what, bounds), what, fps, bounds)
             if rate:
-                self.pruner.check_timed(found.item)
-            return found
+                self.pruner.check_timed(item.item)
+            return item
 
         def prune_one(encoded: Encoded) -> Encoded:
             with record_function("prune"):

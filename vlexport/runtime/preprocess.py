@@ -52,10 +52,10 @@ class Preprocessor:
         with state.timing("preprocess"):
             state.limits = self.limits.lowered(request.limits) if request.limits else self.limits
             state.rate = self.pruner.check(request.prune)
-            wanted, most = request.generation.max_new_tokens, state.limits.max_new_tokens
-            if wanted > most:
+            requested, most = request.generation.max_new_tokens, state.limits.max_new_tokens
+            if requested > most:
                 raise LimitError(
-                    f"max_new_tokens: {wanted} given, at most {most} expected. Request less or raise "
+                    f"max_new_tokens: {requested} given, at most {most} expected. Request less or raise "
                     "RequestLimits.max_new_tokens (Python API)."
                 )
             state.marked = self.prompter.mark(request, state.limits)
@@ -63,11 +63,11 @@ class Preprocessor:
                 self.media.read(kind, source, request.fps, state.limits.media)
                 for kind, source in zip(state.marked.kinds, state.marked.sources, strict=True)
             )
-            kept = [each.encoded.kept if each.encoded else None for each in state.media]
+            kept = [entry.encoded.kept if entry.encoded else None for entry in state.media]
             state.is_pruned = state.rate > 0 or any(rows is not None for rows in kept)
             if state.is_pruned:
-                for each in state.media:
-                    self.pruner.check_timed(each.item)
+                for entry in state.media:
+                    self.pruner.check_timed(entry.item)
             self.expand_prompt(state, kept)
         return state
 
@@ -75,7 +75,7 @@ class Preprocessor:
         """Write the prompt with room for the rows that each item has, or will have, after pruning."""
         numbers: Counter[str] = Counter()
         items = []
-        for item, rows in zip((each.item for each in state.media), kept, strict=True):
+        for item, rows in zip((entry.item for entry in state.media), kept, strict=True):
             total = self.media.session.num_tokens(item)
             num_rows = self.pruner.num_kept(item, total, state.rate) if rows is None else len(rows)
             count_frames = partial(self.pruner.frame_rows, item, total, num_rows, rows)
@@ -107,13 +107,13 @@ class MediaReader:
         if isinstance(source, MediaItem):
             self._check_item(kind, source)
             key = item_key(source, self.session.settings)
-            known = self.cache.find(key)
-            return EncoderInput(item=source, key=key, encoded=known.encoded if known else None)
+            cached = self.cache.find(key)
+            return EncoderInput(item=source, key=key, encoded=cached.encoded if cached else None)
         pixels = read_pixels(kind, source, fps, limits)
         key = pixels_key(pixels, self.session.settings)
-        known = self.cache.find(key)
-        if known:
-            return EncoderInput(item=known.item, key=key, encoded=known.encoded)
+        cached = self.cache.find(key)
+        if cached:
+            return EncoderInput(item=cached.item, key=key, encoded=cached.encoded)
         with naming(source):
             return EncoderInput(item=self.session.preprocess(pixels), key=key)
 
@@ -126,43 +126,43 @@ class MediaReader:
         # What the family refuses, it refuses here, before the item shares a call with others.
         self.session.recipe.prepare(self.session.config, [item], self.session.bundle.manifest.attention_form)
 
-    def _embeds(self, kind: str, given: Encoded) -> EncoderInput:
-        _check_kind(kind, given.kind)
-        _check_grid(kind, given.grid)
-        _check_slices(kind, given)
-        merged_sides(given.grid, self.session.recipe.merge(self.session.config))
-        check_rows(f"{kind} embeddings", given.embeds, self.session.bundle.manifest.outputs[0].shape[-1])
-        self._check_layers(kind, given)
+    def _embeds(self, kind: str, encoded: Encoded) -> EncoderInput:
+        _check_kind(kind, encoded.kind)
+        _check_grid(kind, encoded.grid)
+        _check_slices(kind, encoded)
+        merged_sides(encoded.grid, self.session.recipe.merge(self.session.config))
+        check_rows(f"{kind} embeddings", encoded.embeds, self.session.bundle.manifest.outputs[0].shape[-1])
+        self._check_layers(kind, encoded)
         blank = torch.empty(0)
         item = MediaItem(
             kind=kind,
             patches=blank,
-            grid=given.grid,
-            seconds_per_grid=given.seconds_per_grid,
-            frame_seconds=given.frame_seconds,
-            slices=given.slices,
-            frame_groups=given.frame_groups,
+            grid=encoded.grid,
+            seconds_per_grid=encoded.seconds_per_grid,
+            frame_seconds=encoded.frame_seconds,
+            slices=encoded.slices,
+            frame_groups=encoded.frame_groups,
         )
         total = self.session.num_tokens(item)
-        if given.kept is not None:
-            _check_kept(given.kept, total)
-        expected = total if given.kept is None else len(given.kept)
-        if len(given.embeds) != expected:
+        if encoded.kept is not None:
+            _check_kept(encoded.kept, total)
+        expected = total if encoded.kept is None else len(encoded.kept)
+        if len(encoded.embeds) != expected:
             raise InputError(
-                f"{kind} embeddings: {len(given.embeds)} rows given, {expected} expected for grid "
-                f"{tuple(given.grid)}. Pass the grid, in patches, that they were encoded with."
+                f"{kind} embeddings: {len(encoded.embeds)} rows given, {expected} expected for grid "
+                f"{tuple(encoded.grid)}. Pass the grid, in patches, that they were encoded with."
             )
-        return EncoderInput(item=item, encoded=given)
+        return EncoderInput(item=item, encoded=encoded)
 
-    def _check_layers(self, kind: str, given: Encoded) -> None:
+    def _check_layers(self, kind: str, encoded: Encoded) -> None:
         specs = self.session.bundle.manifest.outputs[1:]
-        if given.layers.keys() != {spec.name for spec in specs}:
+        if encoded.layers.keys() != {spec.name for spec in specs}:
             raise InputError(
-                f"{kind} embeddings: layers {', '.join(sorted(given.layers)) or 'none'} given, "
+                f"{kind} embeddings: layers {', '.join(sorted(encoded.layers)) or 'none'} given, "
                 f"{', '.join(spec.name for spec in specs) or 'none'} expected, as `encode` gives them."
             )
         for spec in specs:
-            check_rows(f"{kind} {spec.name}", given.layers[spec.name], spec.shape[-1])
+            check_rows(f"{kind} {spec.name}", encoded.layers[spec.name], spec.shape[-1])
 
 
 def read_pixels(kind: str, source: object, fps: float | None, limits: MediaLimits) -> Pixels:
@@ -176,10 +176,10 @@ def read_pixels(kind: str, source: object, fps: float | None, limits: MediaLimit
             f"frames of kind '{source.kind}' given as {kind}. Pass them among the {source.kind}s."
         )
     frames: object = source.frames
-    given = unreadable(frames) if isinstance(frames, Tensor) else type(frames).__name__
-    if given:
+    unusable = unreadable(frames) if isinstance(frames, Tensor) else type(frames).__name__
+    if unusable:
         raise MediaError(
-            f"{kind}: {given} given as frames, a dense tensor [frames, height, width, 3] expected."
+            f"{kind}: {unusable} given as frames, a dense tensor [frames, height, width, 3] expected."
         )
     if source.frames.ndim != 4:
         raise MediaError(
@@ -237,9 +237,9 @@ def _check_kept(kept: object, total: int) -> None:
         )
 
 
-def _check_kind(kind: str, given: str) -> None:
-    if given != kind:
-        raise InputError(f"an item of kind '{given}' given as {kind}. Pass it among the {given}s.")
+def _check_kind(kind: str, actual: str) -> None:
+    if actual != kind:
+        raise InputError(f"an item of kind '{actual}' given as {kind}. Pass it among the {actual}s.")
 
 
 def _check_grid(kind: str, grid: object) -> None:
@@ -250,14 +250,15 @@ def _check_grid(kind: str, grid: object) -> None:
         )
 
 
-def _check_slices(kind: str, given: Encoded) -> None:
-    count = len(given.slices) or given.grid[0]
-    sides = all(1 <= side < 2**12 for rows, columns in given.slices for side in (rows, columns))
-    numbers = [number for group in given.frame_groups for number in group]
-    if not sides or (numbers and (len(numbers) != count or not all(map(len, given.frame_groups)))):
+def _check_slices(kind: str, encoded: Encoded) -> None:
+    count = len(encoded.slices) or encoded.grid[0]
+    sides = all(1 <= side < 2**12 for rows, columns in encoded.slices for side in (rows, columns))
+    numbers = [number for group in encoded.frame_groups for number in group]
+    if not sides or (numbers and (len(numbers) != count or not all(map(len, encoded.frame_groups)))):
         raise InputError(
-            f"{kind}: slices {given.slices} and frame_groups {given.frame_groups} given; rows and columns of "
-            f"each slice, and a frame number for each of {count}, expected, as `encode` gives them."
+            f"{kind}: slices {encoded.slices} and frame_groups {encoded.frame_groups} given; rows and "
+            f"columns of each slice, and a frame number for each of {count}, expected, as `encode` "
+            "gives them."
         )
 
 

@@ -53,15 +53,15 @@ class Prompter:
             messages, media = chat_of(request, self.rule, lambda text: kept(bound(text)))
             text = self.tokenizer.render(messages)
             _TextBound(self.tokenizer, limits)(text)
-        kinds = tuple(self.kind_of[found.group()] for found in self.marker.finditer(text))
+        kinds = tuple(self.kind_of[match.group()] for match in self.marker.finditer(text))
         self._check_counts(kinds, media)
         if len(kinds) > limits.max_items:
             raise LimitError(
                 f"prompt: {len(kinds)} images and videos, at most {limits.max_items} expected. "
                 "Send fewer or raise RequestLimits.max_items."
             )
-        remaining = {kind: iter(each) for kind, each in media.items()}
-        cuts = [0, *(at for found in self.marker.finditer(text) for at in found.span()), len(text)]
+        remaining = {kind: iter(sources) for kind, sources in media.items()}
+        cuts = [0, *(at for match in self.marker.finditer(text) for at in match.span()), len(text)]
         return MarkedPrompt(
             text=tuple(text[start:stop] for start, stop in zip(cuts[::2], cuts[1::2], strict=True)),
             kinds=kinds,
@@ -102,23 +102,23 @@ class Prompter:
         return TokenizedPrompt(ids=tuple(ids), placeholders=tuple(placeholders))
 
     def _placeholder(self, item: PromptItem, first: int, ids: Sequence[int]) -> Placeholder:
-        is_embed = tuple(each == self.slots[item.kind] for each in ids)
-        found = sum(is_embed)
-        if found != item.num_rows:
+        is_embed = tuple(token == self.slots[item.kind] for token in ids)
+        room = sum(is_embed)
+        if room != item.num_rows:
             raise InputError(
-                f"{item.kind} {item.number}: its text has room for {found} embeddings, {item.num_rows} "
+                f"{item.kind} {item.number}: its text has room for {room} embeddings, {item.num_rows} "
                 "expected. Check that the tokenizer is that of the checkpoint."
             )
         return Placeholder(offset=first, length=len(ids), is_embed=None if all(is_embed) else is_embed)
 
     def _check_counts(self, kinds: Sequence[str], media: Media) -> None:
-        for kind, given in media.items():
+        for kind, sources in media.items():
             room = kinds.count(kind)
-            if room != len(given):
+            if room != len(sources):
                 marker = self.rule.markers.get(kind)
                 hint = f"Write one {marker} for each." if marker else f"This model takes no {kind}s."
                 raise InputError(
-                    f"{len(given)} {kind}s given, the prompt has placeholders for {room}. {hint}"
+                    f"{len(sources)} {kind}s given, the prompt has placeholders for {room}. {hint}"
                 )
 
 
@@ -148,9 +148,9 @@ class _TextBound:
                     raise self._too_long(f"{self.num_tokens} tokens and more, at most {self.most}")
         return text
 
-    def _too_long(self, given: str) -> LimitError:
+    def _too_long(self, count: str) -> LimitError:
         return LimitError(
-            f"prompt: {given} expected for {self.most} tokens. Shorten it or raise "
+            f"prompt: {count} expected for {self.most} tokens. Shorten it or raise "
             "RequestLimits.max_prompt_tokens."
         )
 
@@ -174,7 +174,7 @@ def chat_of(
     if messages is None:
         slots = [{"type": kind} for kind in KINDS for _ in request.sources(kind)]
         messages = [{"role": "user", "content": [*slots, {"type": "text", "text": request.prompt}]}]
-    given = {kind: list(request.sources(kind)) for kind in KINDS}
+    remaining = {kind: list(request.sources(kind)) for kind in KINDS}
     media: Media = {kind: [] for kind in KINDS}
     plain = []
     for number, message in enumerate(messages):
@@ -184,7 +184,7 @@ def chat_of(
             if part["type"] == "text":
                 part["text"] = shield(cast("str", part["text"]))
             else:
-                media[part["type"]].append(_source(part, given[part["type"]], number))
+                media[part["type"]].append(_source(part, remaining[part["type"]], number))
                 part = {"type": part["type"]}
             parts.append(part)
         content: object = parts
@@ -196,7 +196,7 @@ def chat_of(
             )
         rest = {name: value for name, value in message.items() if name != "content"}
         plain.append({**_shielded(rest, shield), "content": content})
-    for kind, left in given.items():
+    for kind, left in remaining.items():
         if left:
             raise InputError(
                 f"{len(media[kind]) + len(left)} {kind}s given, the messages have parts for "
@@ -209,8 +209,8 @@ def _shielded(value: Any, shield: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return shield(value)
     if isinstance(value, Mapping):
-        return {_shielded(name, shield): _shielded(each, shield) for name, each in value.items()}
-    return [_shielded(each, shield) for each in value] if isinstance(value, list | tuple) else value
+        return {_shielded(name, shield): _shielded(item, shield) for name, item in value.items()}
+    return [_shielded(item, shield) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _parts(message: object, number: int) -> Sequence[object]:
@@ -249,27 +249,27 @@ def _part(part: object, rule: PromptRule[Any], number: int) -> dict[str, Any]:
             "text expected."
         )
     named = [part.get(name) for name in (kind, f"{kind}_url", "url", "path")]
-    data = next((each for each in named if each is not None), None)
+    data = next((source for source in named if source is not None), None)
     data = data.get("url") if isinstance(data, Mapping) else data
     if not is_text and isinstance(data, str) and URL.match(data) and not data.startswith("data:"):
         raise MediaError(f"message {number}: a URL given as media, a local file expected. {URL_HINT}")
     if not is_text and kind not in rule.markers:
-        known = ", ".join(sorted(["text", *rule.markers]))
+        kinds = ", ".join(sorted(["text", *rule.markers]))
         raise InputError(
-            f"message {number}: a part of type '{kind}' given, this model takes {known}, each with its data "
+            f"message {number}: a part of type '{kind}' given, this model takes {kinds}, each with its data "
             "under that name."
         )
     return {"type": kind, kind: data}
 
 
-def _source(part: Mapping[str, Any], given: list[Source], number: int) -> Source:
+def _source(part: Mapping[str, Any], remaining: list[Source], number: int) -> Source:
     """Return the data of a media part, or the next of the media passed with the messages."""
     kind = part["type"]
     if part[kind] is not None:
         return cast("Source", part[kind])
-    if not given:
+    if not remaining:
         raise InputError(
             f"message {number}: its part of type '{kind}' has no data, and no further {kind} is given. "
             f"Put it under '{kind}', or pass it with the messages."
         )
-    return given.pop(0)
+    return remaining.pop(0)

@@ -82,10 +82,10 @@ class Pruner:
         """Return the rows left of each frame; before they are chosen, as if the first frames stayed whole."""
         if self.recipe.pruning_rule is None:
             return ()
-        frames, each = item.grid[0], total // item.grid[0]
+        frames, per_frame = item.grid[0], total // item.grid[0]
         if kept is not None:
-            return tuple(torch.bincount(kept.cpu() // each, minlength=frames).tolist())
-        return tuple(min(each, max(0, num_rows - each * frame)) for frame in range(frames))
+            return tuple(torch.bincount(kept.cpu() // per_frame, minlength=frames).tolist())
+        return tuple(min(per_frame, max(0, num_rows - per_frame * frame)) for frame in range(frames))
 
     def prune(self, item: Encoded, rate: float) -> Encoded:
         """Return the item with what is kept of all its outputs; what came pruned stays as it is.
@@ -98,7 +98,7 @@ class Pruner:
         whole = torch.cat(outputs, dim=-1) if item.layers else item.embeds
         selection, form = self.graphs.selection_for(whole)
         pruned = prune_by(selection, whole, item.grid, self.merge, rate)
-        embeds, *layers = pruned.embeds.split([each.shape[-1] for each in outputs], dim=-1)
+        embeds, *layers = pruned.embeds.split([output.shape[-1] for output in outputs], dim=-1)
         mask = torch.zeros(len(item.embeds), dtype=torch.bool, device=pruned.kept.device)
         mask.index_fill_(0, pruned.kept, True)
         named = dict(zip(item.layers, layers, strict=True))

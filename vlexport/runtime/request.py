@@ -162,15 +162,15 @@ class Request:
         for name in ("images", "videos"):
             object.__setattr__(self, name, many(getattr(self, name)))
         ways = {"prompt": self.prompt, "messages": self.messages, "raw_prompt": self.raw_prompt}
-        given = [name for name, value in ways.items() if value is not None]
-        if len(given) != 1:
+        present = [name for name, value in ways.items() if value is not None]
+        if len(present) != 1:
             raise InputError(
-                f"{' and '.join(given) or 'no question'} given; exactly one of prompt, messages and "
-                f"raw_prompt expected. {'Leave the others out' if given else 'Pass one'}."
+                f"{' and '.join(present) or 'no question'} given; exactly one of prompt, messages and "
+                f"raw_prompt expected. {'Leave the others out' if present else 'Pass one'}."
             )
         for kind in KINDS:
             both = (getattr(self, f"{kind}s"), getattr(self, f"{kind}_embeds"))
-            if all(isinstance(each, Sequence) and each for each in both):
+            if all(isinstance(sources, Sequence) and sources for sources in both):
                 raise InputError(
                     f"{kind}s and {kind}_embeds given; their order in the prompt would be unclear. "
                     f"Put embeddings into {kind}s, at their place."
@@ -197,9 +197,11 @@ class Request:
         """Return the request of a text, of chat messages, or itself."""
         if isinstance(question, cls):
             options = {**parts, "max_new_tokens": max_new_tokens, "generation": generation}
-            given = [name for name, value in options.items() if value is not None and many(value) != ()]
-            if given:
-                raise InputError(f"a Request and {', '.join(given)} given; put everything into the Request.")
+            present = [name for name, value in options.items() if value is not None and many(value) != ()]
+            if present:
+                raise InputError(
+                    f"a Request and {', '.join(present)} given; put everything into the Request."
+                )
             return question
         chosen = generation or Generation()
         if max_new_tokens is not None:
@@ -212,15 +214,15 @@ class Request:
         raise InputError(f"question: {kind} given, a text, a list of messages or a Request expected.")
 
     def sources(self, kind: str) -> tuple[Source, ...]:
-        given: Sequence[Source] = self.images if kind == "image" else self.videos
-        return tuple(given) or tuple(self.image_embeds if kind == "image" else self.video_embeds)
+        passed: Sequence[Source] = self.images if kind == "image" else self.videos
+        return tuple(passed) or tuple(self.image_embeds if kind == "image" else self.video_embeds)
 
 
-def many(given: Source | Iterable[Source]) -> Sequence[Source]:
+def many(sources: Source | Iterable[Source]) -> Sequence[Source]:
     """Return the items of a list, a tuple or an iterator; anything else is one item by itself."""
-    if isinstance(given, Iterator) and not isinstance(given, io.IOBase):
-        return tuple(given)
-    return given if isinstance(given, list | tuple) else (given,)
+    if isinstance(sources, Iterator) and not isinstance(sources, io.IOBase):
+        return tuple(sources)
+    return sources if isinstance(sources, list | tuple) else (sources,)
 
 
 def _check(is_fine: bool, name: str, value: object, expected: str) -> None:

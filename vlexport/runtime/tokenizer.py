@@ -45,9 +45,9 @@ class Shield:
         self._free = (sign for sign in map(chr, STAND_INS) if sign not in used)
 
     def __call__(self, text: str) -> str:
-        while found := self.tokenizer.specials(text):
+        while specials := self.tokenizer.specials(text):
             self.hidden = self.hidden or {}
-            places = {at for _, at in found if at >= 0}
+            places = {at for _, at in specials if at >= 0}
             if not places:
                 break
             text = self._replaced(text, places)
@@ -149,10 +149,10 @@ class CheckpointTokenizer:
     def specials(self, text: str) -> list[tuple[str, int]]:
         """Return the special tokens of a text in order, and their places; -1 if written otherwise."""
         with self._refused():
-            found = self._backend.encode(text, add_special_tokens=False)
+            encoding = self._backend.encode(text, add_special_tokens=False)
         return [
             (token.content, text.find(token.content, *span))
-            for number, span in zip(found.ids, found.offsets, strict=True)
+            for number, span in zip(encoding.ids, encoding.offsets, strict=True)
             if (token := self._special.get(number)) is not None
         ]
 
@@ -183,13 +183,13 @@ class CheckpointTokenizer:
         return str(text)
 
     def id_of(self, token: str) -> int:
-        found = self._fast.get_vocab().get(token)
-        if found is None:
+        number = self._fast.get_vocab().get(token)
+        if number is None:
             raise CheckpointError(
                 f"{self.source}: its tokenizer has no token '{token}', which marks media. "
                 "Check that tokenizer.json belongs to the checkpoint."
             )
-        return int(found)
+        return int(number)
 
     def render(self, messages: Sequence[Mapping[str, object]]) -> str:
         """Return a chat as one text that ends where the answer begins."""
@@ -253,9 +253,9 @@ class Detokenizer:
         self._start, self._read = self._read, len(self.ids)
         # What was shown already holds no stop string.
         starts = ((stop, max(0, self._shown - len(stop))) for stop in self.stop)
-        found = [at for stop, start in starts if (at := self.text.find(stop, start)) >= 0]
-        if found:
-            self.text, self.stopped = self.text[: min(found)], True
+        places = [at for stop, start in starts if (at := self.text.find(stop, start)) >= 0]
+        if places:
+            self.text, self.stopped = self.text[: min(places)], True
 
     def _held(self) -> int:
         """Return the number of characters at the end that may be the beginning of a stop string."""
@@ -266,4 +266,4 @@ class Detokenizer:
             for length, sign in enumerate(stop[:-1], start=1)
             if sign == last
         )
-        return max((len(each) for each in begun if self.text.endswith(each)), default=0)
+        return max((len(beginning) for beginning in begun if self.text.endswith(beginning)), default=0)
