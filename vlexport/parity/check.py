@@ -260,7 +260,6 @@ class Checker:
         self.answers: list[Answer] = []
 
     def integers(self) -> Iterator[Row]:
-        """Yield L0: what was read, tables of the compared calls, types, and what the engine holds."""
         self.progress("integers", 0.0)
         subject = self.subject
         refused = "one token more than the profile allows is refused"
@@ -291,7 +290,6 @@ class Checker:
         return exact.check_dtypes(subject.tower(), prepared(subject, items))
 
     def run_samples(self) -> None:
-        """Run the reference, then the engine, on every sample."""
         self.truths = run_reference(self.subject, self.samples, self.progress)
         give_back(self.subject.size)
         # Files that cannot be read are an error, and no difference of numbers.
@@ -334,7 +332,7 @@ class Checker:
             yield self._canary(lambda given, truths: dtype_rows(given, truths, cap, own))
 
     def _canary(self, judge: Judge) -> Row:
-        """Hold wrong answers to the reference, each in the place of the engine's own."""
+        """Compare wrong answers with the reference, each in the place of the engine's own."""
         assert self.truths is not None
 
         def again(name: str, outputs: Outputs) -> list[Answer]:
@@ -413,7 +411,6 @@ def _run(engine: Engine, inputs: Mapping[str, Tensor]) -> tuple[dict[str, Tensor
 
 
 def _is_widened(row: Row, limit: Limit) -> bool:
-    """True if the reference's own noise has raised the recipe's limit."""
     return any(value > getattr(limit, name) for name, value in row.limits.items())
 
 

@@ -144,7 +144,6 @@ def _limit(subject: BuildSpec) -> Limit:
 
 
 def _flat(sample: Sample) -> Sample:
-    """Return the same grids with one patch repeated."""
     row_C = sample.items[0].patches[:1]
     items = tuple(replace(item, patches=row_C.repeat(len(item.patches), 1)) for item in sample.items)
     return Sample(name="flat", items=items)
@@ -166,7 +165,6 @@ class _Probe:
         self.subject, self.profile, self.stage = subject, profile, stage
 
     def cause(self, readings: Sequence[Reading]) -> str:
-        """Return the likely cause, by elimination."""
         main, flat, single = readings
         width = main.blocks[0][0].shape[-1]
         with one_stage(self.subject, self.profile, self.stage, width) as run:
@@ -187,7 +185,6 @@ class _Probe:
         return _judged(self.subject, reading, self.stage, rows).verdict != "passed"
 
     def _is_shuffled(self, out: Tensor, expected: Tensor) -> bool:
-        """Return whether every row is one of those expected, elsewhere."""
         nearest = torch.cdist(out.double(), expected.double()).argmin(1)
         found, limit = _measured(out, expected[nearest]), _limit(self.subject)
         return found is not None and (

@@ -4,7 +4,7 @@ Tables, token counts and patches of the very calls that are compared; weights ag
 files; the types inside a half-precision tower.
 
 Angles and statistics lose too little in half precision to be distinguished from its noise on a few samples,
-and too much on others; so the types themselves are held to the rule.
+and too much on others; so their types are checked.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _patches(sample: Sample, inputs: Mapping[str, Tensor]) -> Faults:
 
 
 def portable_row(portable: Portable, subject: BuildSpec, samples: Sequence[Sample]) -> Row:
-    """Return the row that holds `tables.onnx` to the calls of all samples, and to random ones."""
+    """Return the row that compares `tables.onnx` with the host's tables, on all samples and on random calls."""
     source = random.Random(0)
     shapes = [shape for mix in subject.packing.mixes().values() for shape in mix]
     calls: list[Sequence[MediaItem]] = [sample.items for sample in samples]
@@ -104,7 +104,6 @@ def portable_row(portable: Portable, subject: BuildSpec, samples: Sequence[Sampl
 
 
 def _of_portable(portable: Portable, subject: BuildSpec, items: Sequence[MediaItem]) -> Faults:
-    """Return the tables of a call that are not there, too many or not equal."""
     structure = subject.packing.structure(items)
     wanted, given = subject.packing.tables(structure, subject.form), portable.tables(structure)
     wrong = wanted.keys() ^ given.keys()
@@ -178,7 +177,6 @@ def check_weights(subject: BuildSpec) -> Faults:
 
 
 def _computed(checkpoint: Checkpoint) -> frozenset[str]:
-    """Return the tensors of the files that are read as something else than their bytes."""
     weights, quantised = checkpoint.weights.base, checkpoint.quantisation
     changed = weights.changed if isinstance(weights, AdaptedWeights) else {}
     return frozenset({*changed, *(quantised.packed if quantised else {})})
@@ -191,7 +189,7 @@ def _parts(stored: str, known: Collection[str]) -> list[str]:
 
 
 def constant_rows(subject: BuildSpec, tables: Sequence[Tensor]) -> Iterator[Row]:
-    """Yield the row that holds the tower's constants to the `tables` of the reference's class, bit for bit.
+    """Yield the row that compares the tower's constants with the `tables` of the reference's class, bit for bit.
 
     Frequencies of angles that are a step of float32 off move far columns of large images.
     """
@@ -222,7 +220,7 @@ def subject_of(manifest: Manifest) -> str:
 
 
 def identity_rows(bundle: Bundle, subject: BuildSpec, *, chosen: bool) -> list[Row]:
-    """Hold weights and settings of the checkpoint to the manifest; a chosen one may have others."""
+    """Compare weights and settings of the checkpoint with the manifest; a chosen one may have others."""
     manifest = bundle.manifest
     names = subject.recipe.weight_names(subject.checkpoint, subject.config)
     same_weights = subject.checkpoint.digest(names) == manifest.checkpoint.weights
@@ -275,7 +273,6 @@ class DispatchHook(TorchDispatchMode):
         return result
 
     def saw(self, name: str, args: Sequence[Any], made: Tensor) -> None:
-        """Take note of an operation that was given `args` and made a tensor."""
         raise TypeError(f"{type(self).__name__} has no saw()")
 
 

@@ -1,6 +1,6 @@
 """L0 of the graphs between tower and decoder: the form that a bundle runs, beside the library's eager one.
 
-What the eager functions compute is judged by tests/reference, once for all bundles.
+What the eager functions compute is tested in tests/reference, once for all bundles.
 T frames, N tokens per frame, R = T * N rows, D width, K kept rows, S block rows, M items.
 """
 

@@ -76,7 +76,7 @@ def block_row(
 ) -> Row:
     """Return L1 of one stage on the very input of the other side's.
 
-    Over the limit it is held to `exact`, the other side's in float64, and to that side's own rounding.
+    Over the limit it is compared with `exact`, the other side's in float64, within that side's own rounding.
     """
     limits = {"relative_l2": limit.relative_l2, "worst_token": limit.worst_token}
     row = compared("L1", stage, sample, pair, (limits, limit.origin))
@@ -203,7 +203,6 @@ def _ratio_row(name: str, sample: str, pair: tuple[Tensor | None, Tensor], truth
 
 
 def _widened(limit: Limit | None, floor: Metrics | None) -> tuple[dict[str, float], str]:
-    """Return the recipe's limit, or five times the reference's own noise where that is more."""
     if limit is None:
         return {}, "the recipe has no limit for float32"
     if floor is None:
@@ -218,7 +217,6 @@ def _widened(limit: Limit | None, floor: Metrics | None) -> tuple[dict[str, floa
 
 
 def _with_noise(row: Row, floor: Metrics) -> Row:
-    """Add what the reference loses against float64 on this very call, where the row has numbers."""
     if not row.metrics:
         return row
     noise = {"noise": floor.relative_l2, "token_noise": floor.worst_token}
@@ -305,7 +303,7 @@ def settled(
 ) -> Iterator[Row]:
     """Yield rows, those in doubt measured together with what `look` returns for the sample's neighbours.
 
-    A row of L1 that was held to float32 is first measured against float64 of its own call, by `alone`.
+    A row of L1 that was compared with float32 is first measured against float64 of its own call, by `alone`.
     After one that fails for certain nothing more is measured: the verdict is final.
     """
     certain = any(_failed(row) and not (_in_doubt(row) or _is_provisional(row)) for row in rows)
@@ -338,7 +336,6 @@ def _in_doubt(row: Row) -> bool:
 
 
 def _is_measured(row: Row) -> bool:
-    """Return whether a row was compared at all, and with numbers throughout."""
     return (
         row.given is None
         and bool(row.metrics)

@@ -133,7 +133,6 @@ def in_dtype(reference: Reference, items: Sequence[MediaItem], dtype: str) -> di
 
 
 def _cast(module: nn.Module, dtype: torch.dtype, *, buffers: bool, most: int | None = None) -> None:
-    """Cast tensors in place, matrices of more than `most` values excepted."""
     tensors = [*module.parameters(), *(module.buffers() if buffers else ())]
     for tensor in tensors:
         kept = most is not None and tensor.ndim == 2 and tensor.numel() > most
@@ -165,7 +164,7 @@ def raised(cap: Limit, lost: Metrics) -> Limit:
 
 
 def origin_of(quantisation: Quantisation) -> str:
-    """Return whose noise an engine's is held against."""
+    """Return whose noise that of an engine is compared with."""
     what = "weights" if quantisation.activations is None else "weights and what they multiply"
     return f"noise of the reference with {what} in {quantisation.name} on this input"
 

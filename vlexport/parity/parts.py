@@ -237,6 +237,5 @@ def _width(blocks: Mapping[str, BlockRows]) -> int:
 
 
 def _inputs(group: Group, rows: BlockRows) -> dict[str, Tensor]:
-    """Return what the reference gave each stage of the group."""
     given = [*(before for before, _ in rows), rows[-1][1]]
     return {name: given[index] for name, index in group.rows.items()}

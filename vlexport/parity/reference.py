@@ -109,7 +109,6 @@ class ExactBlocks:
 def _before(
     layers: Iterable[nn.Module], hook: Callable[[nn.Module, tuple[Tensor, ...]], Any]
 ) -> Iterator[None]:
-    """Call `hook` with what each of these layers is given."""
     with ExitStack() as hooks:
         for each in layers:
             hooks.callback(each.register_forward_pre_hook(hook).remove)
@@ -197,7 +196,7 @@ def _wide(
 
 
 def _lost(truth: ReferenceOutput) -> bool:
-    """True if the reference itself came out of the engine's dtype with numbers that are none."""
+    """True if the reference itself loses numbers in the engine's dtype."""
     floors = (truth.dtype_floor or {}).values()
     return any(isinstance(each, Metrics) and each.nonfinite > 0 for each in floors)
 
@@ -226,7 +225,6 @@ def _eighth(found: Metrics | Incomparable) -> Metrics | Incomparable:
 
 
 def _coarse(subject: BuildSpec, samples: Sequence[Sample], progress: Progress) -> dict[str, Outputs]:
-    """Return the reference in the engine's own precision, if that is not float32."""
     if subject.is_exact:
         return {}
     scheme = subject.quantisation

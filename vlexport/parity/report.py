@@ -1,6 +1,6 @@
 """Results of an accuracy check: rows with metrics, limits and their origin, and the verdict that follows.
 
-A verdict is never stored on its word: it is computed from metrics and limits, again when a report is read.
+A verdict is computed from metrics and limits, again when a report is read.
 """
 
 from __future__ import annotations
@@ -88,7 +88,6 @@ class Row:
         return max(shares.items(), key=lambda each: (math.isnan(each[1]), each[1]), default=None)
 
     def exceeded(self) -> dict[str, float]:
-        """Return the metrics over their limits."""
         return {
             name: self.metrics[name]
             for name, limit in self.limits.items()
@@ -200,7 +199,6 @@ class ParityReport:
         return replace(self, subject=subject)
 
     def caught_by(self) -> tuple[str, ...]:
-        """Return levels with a row that failed or is blocked, in order."""
         return tuple(sorted({row.level for row in self._bad()}))
 
     def to_json(self) -> dict[str, Json]:
@@ -260,7 +258,6 @@ class ParityReport:
         return max(shares, key=lambda each: (math.isnan(each[2]), each[2]), default=None)
 
     def _worst(self) -> list[str]:
-        """Return the largest share of a limit in words; nothing where no row has one."""
         if (nearest := self.nearest()) is None:
             return []
         row, name, _ = nearest
@@ -270,7 +267,6 @@ class ParityReport:
         return [f"worst {row.metrics[name]:.2g} of {row.limits[name]:.2g}{UNITS.get(name, '')} ({place})"]
 
     def first_bad(self) -> Row | None:
-        """Return the first row that failed or is blocked, in order of the levels."""
         return next(iter(self._bad()), None)
 
     def _bad(self) -> list[Row]:
@@ -312,7 +308,6 @@ def _seal(content: Mapping[str, Json]) -> str:
 
 
 def _line(cells: tuple[str, ...]) -> str:
-    """Return cells side by side, each no wider than its column, one space between."""
     return " ".join(
         _cut(cell, width).ljust(width) for cell, width in zip(cells, COLUMNS, strict=True)
     ).rstrip()
@@ -323,7 +318,6 @@ def _cut(text: str, width: int) -> str:
 
 
 def _described(row: Row) -> str:
-    """Return a row with its note, and with what its limits follow from if it did not pass."""
     notes = [row.note] if row.note else []
     if row.verdict != "passed" and row.limits:
         notes.append(f"limit: {row.origin}")

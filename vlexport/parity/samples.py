@@ -43,7 +43,6 @@ class Sample:
         return sum(len(item.patches) for item in self.items)
 
     def digest(self) -> str:
-        """Return SHA-256 over everything that a tower may look at."""
         found = hashlib.sha256()
         for item in self.items:
             cut = (item.grid, item.slices, item.frame_groups)
@@ -143,7 +142,6 @@ def _rows(rows: int, width: int, generator: torch.Generator) -> Tensor:
 def _misfit(
     recipe: Recipe[Any], config: Any, mix: Sequence[tuple[str, Grid]], rules: SampleRules
 ) -> str | None:
-    """Return why a mix cannot be compared, or None."""
     count = sum(math.prod(grid) for _, grid in mix)
     if count > rules.max_patches:
         return f"{count} patches, more than the {rules.max_patches} that a check takes"

@@ -1,9 +1,9 @@
 """The stored engine itself: its weights against the checkpoint's, and its blocks one by one at any depth.
 
-Blocks of formats that show values on the way are held to the
-same blocks in torch, which are held to the reference: on the rows of a call, then each on rows so faint that
-the epsilons of norms weigh as much as the rows. The binary of others runs with every block but one switched
-off. None of this depends on how much noise the other blocks add.   N patches, C width.
+Blocks of formats that show values on the way are compared with the same blocks in torch, and these with the
+reference: on the rows of a call, then each on rows so faint that the epsilons of norms weigh as much as the
+rows. The binary of others runs with every block but one switched off. None of this depends on how much noise
+the other blocks add.   N patches, C width.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def block_rows(
     """Yield a row for each block of the stored engine, on its own input.
 
     Blocks are found on a small sample. Where the format shows their rows and takes others, those of float32
-    are held to the reference's `blocks`, too, on the rows that the reference gave them; `exact` are these in
-    float64.
+    are compared with the reference's `blocks` too, on the rows that the reference gave them; `exact` are these
+    in float64.
     """
     faint = next((each for each in samples if each.name.endswith(", faint")), samples[0])
     if not hasattr(subject.recipe.outline(subject.config), "blocks"):
@@ -122,7 +122,7 @@ def block_rows(
 
 
 def shows_blocks(inside: Inside, subject: BuildSpec) -> bool:
-    """Return whether blocks of the stored engine are held to the reference's."""
+    """Return whether blocks of the stored engine can be compared with the reference's."""
     return inside.sums is not None and subject.is_exact
 
 
@@ -133,7 +133,6 @@ def unseen(check: str, reason: str) -> Row:
 
 
 def _joined(held: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
-    """Return the tensors by name, the parts of those that were split in order."""
     parts: dict[str, dict[int, Tensor]] = {}
     for name, tensor in held.items():
         place = PIECE.search(name)
@@ -189,9 +188,9 @@ def _limit(subject: BuildSpec, pixels: Sequence[MediaItem] = ()) -> Limit:
 
 
 def _exact(subject: BuildSpec, index: int, rows_NC: Tensor, layout: CallLayout) -> Exact | None:
-    """Return our block in float64 on these rows; torch's was held to the reference's. Nothing in halves.
+    """Return our block in float64 on these rows; nothing in halves. torch's was compared with the reference's.
 
-    One call of few rows rounds by accident, so it is looked at a rounding step away too.
+    One call of few rows rounds by accident, so it is measured a rounding step away too.
     """
     if not subject.is_exact:
         return None
@@ -208,7 +207,7 @@ def _exact(subject: BuildSpec, index: int, rows_NC: Tensor, layout: CallLayout) 
 def _tapped_rows(
     run: Sums, subject: BuildSpec, sample: Sample, larger: Sequence[Sample]
 ) -> Generator[Row, None, tuple[list[str | None], _Faint, list[CallLayout]] | None]:
-    """Find each block's rows among all sums of the engine, and hold them to its own predecessor's.
+    """Find each block's rows among all sums of the engine, and compare them with those of our block on its input.
 
     Return the sums, that which the first block reads, if it is one, and what each gives. With them comes
     everything else that takes our tower, whose weights go before the engine's copies are opened again: its
@@ -246,9 +245,9 @@ def _forced_rows(
     places: Sequence[str],
     exact: ExactBlocks,
 ) -> Iterator[Row]:
-    """Hold each block to the reference's, on the rows that the reference gave it.
+    """Compare each block with the reference's, on the rows that the reference gave it.
 
-    Patches and the first block are held to it as one: what that block reads may be in another order than the
+    Patches and the first block are compared as one: what that block reads may be in another order than the
     sum that was found for it.
     """
     for sample, layout, rows in calls:
@@ -278,7 +277,6 @@ class _Faint:
 
     @classmethod
     def of(cls, tower: StagedTower, subject: BuildSpec, sample: Sample, first: Tensor, *, fed: bool) -> Self:
-        """Make the rows before all blocks, `first`, and the pixels of a sample fainter."""
         fainter = FAINT_ROWS / float(first.float().square().mean().sqrt())
         items = tuple(scaled(item, min(1.0, fainter), subject.packing.levels) for item in sample.items)
         inputs, rows_NC = prepared(subject, items), first * fainter
@@ -293,7 +291,7 @@ class _Faint:
 def _faint_rows(
     run: Sums, subject: BuildSpec, name: str, call: _Faint, places: Sequence[str | None]
 ) -> Iterator[Row]:
-    """Hold each block to its own input where norms add as much as they find, at any depth.
+    """Compare each block on rows so faint that norms add as much as they find, at any depth.
 
     `places` are the sums that blocks read and the last one gives, of which the first may be no sum.
     """
@@ -310,7 +308,6 @@ def _faint_rows(
 
 
 def _nearest(taps: Taps, rows_NC: Tensor, restore: Callable[[Tensor], Tensor]) -> str | None:
-    """Return the sum that is the most like these rows, if any is near."""
     wanted = restore(rows_NC).double()
     near, found = NEAREST * float(wanted.norm()), None
     for name, given in taps.items():

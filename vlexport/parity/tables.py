@@ -45,7 +45,6 @@ class Piece:
     learned: int = 0
 
     def cells(self) -> Iterator[Cell]:
-        """Yield the cells row by row."""
         yield from ((self.item, self.number, EMPTY, number) for number in range(self.learned))
         for row in range(self.rows):
             for column in range(self.columns):
@@ -77,11 +76,9 @@ class Call:
 
     @classmethod
     def of_blocks(cls, items: Sequence[MediaItem], packing: Packing) -> Call:
-        """Cut a call into the cells that blocks have."""
         return cls.of(items, math.isqrt(packing.unit), packing.learned)
 
     def cells(self) -> list[Cell]:
-        """Return every cell as it came."""
         return [cell for piece in self.pieces for cell in piece.cells()]
 
     def segments(self, kind: Segmentation) -> list[Segment] | None:
@@ -103,7 +100,6 @@ class Call:
         return [frozenset(cells) for cells in members.values()]
 
     def patches(self, cell: Cell | None) -> list[list[int]]:
-        """Return row and column of every patch of a cell, row by row."""
         _, _, row, column = cell or (EMPTY,) * 4
         side = range(self.merge)
         return [[row * self.merge + down, column * self.merge + across] for down in side for across in side]
@@ -192,7 +188,6 @@ def _check_kind(
     expected: Sequence[Segment],
     unit: int,
 ) -> Faults:
-    """Return the faults of all tables of one segmentation, whichever layout they are of."""
     prefix, longest = f"{kind.name}_", f"longest_{kind.name}"
     own = {name.removeprefix(prefix): table for name, table in listed.items() if name.startswith(prefix)}
     faults: Faults = {}
@@ -248,7 +243,6 @@ def _cut(seen: Sequence[Cell | None], lengths: Iterable[int], unit: int) -> tupl
 
 
 def _unlike(segments: Iterable[Segment], expected: Iterable[Segment]) -> str:
-    """Return how two sets of segments differ, if they do."""
     ours, theirs = Counter(segments), Counter(expected)
     for strange in ours - theirs:
         return f"segment {sorted(strange, key=str)[:3]}.. is none"
