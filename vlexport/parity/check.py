@@ -94,25 +94,25 @@ def check(  # noqa: PLR0913  options of a check
 
     if not isinstance(bundle, Bundle):
         bundle = Bundle.open(bundle, verify="lazy")
-    manifest, made = bundle.manifest, recipe_of(bundle, recipe)
+    manifest, built_by = bundle.manifest, recipe_of(bundle, recipe)
     if against is not None and not isinstance(against, Checkpoint):
         against = Checkpoint.open(against)
     checkpoint = against or checkpoint_of(bundle, lora=lora)
-    config = config_of(bundle, made)
+    config = config_of(bundle, built_by)
     subject = BuildSpec(
-        recipe=made,
+        recipe=built_by,
         config=config,
         checkpoint=checkpoint,
         form=manifest.attention_form,
         precision=precision_of(manifest),
         profile=manifest.profile,
         backend=find_backend(manifest.target.backend),
-        tensors=made.stored_tensors(checkpoint, config),
+        tensors=built_by.stored_tensors(checkpoint, config),
     )
-    if layers and not isinstance(made.outline(config), StagedTower):
+    if layers and not isinstance(built_by.outline(config), StagedTower):
         raise UnsupportedError(
-            f"layers given for a tower of recipe '{made.name}', which is traced whole and has no stages; a "
-            "tower with blocks of its own expected. Leave --layers (layers=) out."
+            f"layers given for a tower of recipe '{built_by.name}', which is traced whole and has no stages; "
+            "a tower with blocks of its own expected. Leave --layers (layers=) out."
         )
     first = exact.identity_rows(bundle, subject, chosen=against is not None)
     with open_engine(bundle, allow_failed=True) as engine:
@@ -172,8 +172,10 @@ def curve_of(subject: BuildSpec, profile: ShapeProfile, inputs: tuple[TensorSpec
     rules = SampleRules(
         profile=profile, inputs=inputs, tokens=None, form=subject.form, max_patches=MAX_PATCHES_HEAVY
     )
-    found = [each for each in samples(subject.recipe, subject.config, rules) if isinstance(each, Sample)]
-    largest = max(found, key=lambda sample: (len(sample.items), sample.num_patches), default=None)
+    fitting = [
+        sample for sample in samples(subject.recipe, subject.config, rules) if isinstance(sample, Sample)
+    ]
+    largest = max(fitting, key=lambda sample: (len(sample.items), sample.num_patches), default=None)
     return None if largest is None else layer_curve(subject, profile, largest)
 
 
@@ -216,9 +218,9 @@ def check_offline(
             f"network: {check}",
             [],
             "read back from the parsed network; a build stops where it differs from the program",
-            note=found,
+            note=proof,
         )
-        for check, found in unrun.proofs.items()
+        for check, proof in unrun.proofs.items()
     )
     hidden = unseen("engine weights", "a serialised engine does not show its weights where it cannot run")
     kernels = Row(
@@ -252,9 +254,9 @@ class Checker:
             form=subject.form,
             max_patches=MAX_PATCHES_HEAVY if subject.heavy else MAX_PATCHES,
         )
-        found = list(samples(subject.recipe, subject.config, self.rules))
-        self.samples = [each for each in found if isinstance(each, Sample)]
-        self.skipped = [each for each in found if isinstance(each, Row)]
+        drawn = list(samples(subject.recipe, subject.config, self.rules))
+        self.samples = [sample for sample in drawn if isinstance(sample, Sample)]
+        self.skipped = [row for row in drawn if isinstance(row, Row)]
         self.exact = ExactBlocks(subject.in_float32(), self.samples)
         self.truths: ReferenceOutputs | None = None
         self.answers: list[Answer] = []
@@ -269,8 +271,8 @@ class Checker:
             ("profile", lambda: exact.check_profile(self.engine, subject, self.rules), refused),
         )
         for name, check, origin in checks:
-            for found, fault in exact.guarded(name, check).items():
-                yield exact_row(found, [fault] if fault else [], origin)
+            for part, fault in exact.guarded(name, check).items():
+                yield exact_row(part, [fault] if fault else [], origin)
         yield from exact.call_rows(subject, self.samples, self.rules)
         if self.portable is not None:
             yield exact.portable_row(self.portable, subject, self.samples)
@@ -312,7 +314,7 @@ class Checker:
         rows = list(settled(first, self._structure_nearby, self._structure_alone))
         yield from rows
         if self.subject.is_exact:
-            yield self._canary(lambda given, truths: structure_rows(given, truths, limit))
+            yield self._canary(lambda wrong, truths: structure_rows(wrong, truths, limit))
         if not self.truths.blocks and limit is not None and any(_is_widened(row, limit) for row in rows):
             blocks = run_blocks(self.subject, self.samples, self.progress)
             self.truths = replace(self.truths, blocks=blocks)
@@ -329,14 +331,14 @@ class Checker:
             cap = cap_of(scheme) if scheme else subject.recipe.limits.get(subject.dtype)
             own = raised if scheme else None
             yield from settled(dtype_rows(self.answers, self.truths, cap, own), self._measured_again)
-            yield self._canary(lambda given, truths: dtype_rows(given, truths, cap, own))
+            yield self._canary(lambda wrong, truths: dtype_rows(wrong, truths, cap, own))
 
     def _canary(self, judge: Judge) -> Row:
         """Compare wrong answers with the reference, each in the place of the engine's own."""
         assert self.truths is not None
 
         def again(name: str, outputs: Outputs) -> list[Answer]:
-            chosen = [each for each in self.samples if each.name == name]
+            chosen = [sample for sample in self.samples if sample.name == name]
             replayed = copy(self)
             replayed.engine = Engine(FunctionRunner(lambda _: dict(outputs)), self.engine.spec)
             return list(replayed.answers_to(chosen))
@@ -345,18 +347,18 @@ class Checker:
 
     def _measured_again(self, name: str) -> list[Row]:
         """Return L2 and L3 of inputs a rounding step from this sample's."""
-        sample = next(each for each in self.samples if each.name == name)
+        sample = next(sample for sample in self.samples if sample.name == name)
         near = nudged(sample, step_of(self.subject))
         truths = run_reference(self.subject, near, self.progress, blocks=False)
         return dtype_rows(list(self.answers_to(near)), truths, None)
 
     def _structure_alone(self, name: str) -> list[Row]:
         """Return L1 of one sample against the reference in float64."""
-        return self._structure_of([each for each in self.samples if each.name == name])
+        return self._structure_of([sample for sample in self.samples if sample.name == name])
 
     def _structure_nearby(self, name: str) -> list[Row]:
         """Return L1 of inputs a rounding step from this sample's, against the reference in float64."""
-        sample = next(each for each in self.samples if each.name == name)
+        sample = next(sample for sample in self.samples if sample.name == name)
         return self._structure_of(nudged(sample, step_of(self.subject.in_float32())))
 
     def _structure_of(self, samples: Sequence[Sample]) -> list[Row]:
@@ -392,10 +394,10 @@ class Checker:
             # Engines of parts cost more than the build; the stored one is held to these blocks by itself.
             subject = replace(subject, backend=None)
         stages = forced(subject, self.rules.profile, chosen, truths.blocks)
-        for number, (name, stage, given) in enumerate(stages):
+        for number, (name, stage, rows) in enumerate(stages):
             self.progress("blocks", min(1.0, number / (len(chosen) * (depth + 2))))
             expected = expected_rows(stage, truths.blocks[name])
-            pair = (given, truths.of[name].narrow[stage] if expected is None else expected)
+            pair = (rows, truths.of[name].narrow[stage] if expected is None else expected)
             label = f"{stage} alone" if expected is None else stage
             yield block_row(label, name, pair, partial(self.exact.after, name, stage))
 

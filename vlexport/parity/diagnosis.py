@@ -81,11 +81,11 @@ def layer_curve(subject: BuildSpec, profile: ShapeProfile, sample: Sample) -> La
         exact = subject.quantisation is None
         reference = reference_of(subject) if exact else quantised_reference(subject)
         levels = staged(subject.tower()).levels
-        calls = [(each, *reference.blocks(each.items)) for each in (sample, flat, single)]
-        wide = ExactBlocks(subject, [each for each, _, _ in calls]) if subject.is_exact else None
+        calls = [(probe, *reference.blocks(probe.items)) for probe in (sample, flat, single)]
+        wide = ExactBlocks(subject, [probe for probe, _, _ in calls]) if subject.is_exact else None
         readings = [
-            Reading(sample=each, blocks=blocks, outputs=outputs, levels=levels, exact=wide)
-            for each, outputs, blocks in calls
+            Reading(sample=probe, blocks=blocks, outputs=outputs, levels=levels, exact=wide)
+            for probe, outputs, blocks in calls
         ]
         del reference
     main = readings[0]
@@ -128,14 +128,16 @@ def _drift(subject: BuildSpec, profile: ShapeProfile, reading: Reading) -> dict[
     with running(subject, profile, Tapped(tower), {}) as run:
         taps = run(reading.sample, {})
     return {
-        stage: math.nan if (found := _measured(rows, reading.expected(stage))) is None else found.relative_l2
+        stage: math.nan
+        if (measured := _measured(rows, reading.expected(stage))) is None
+        else measured.relative_l2
         for stage, rows in taps.items()
     }
 
 
-def _measured(given: Tensor, expected: Tensor) -> Metrics | None:
-    found = compare(given, expected)
-    return found if isinstance(found, Metrics) else None
+def _measured(actual: Tensor, expected: Tensor) -> Metrics | None:
+    metrics = compare(actual, expected)
+    return metrics if isinstance(metrics, Metrics) else None
 
 
 def _limit(subject: BuildSpec) -> Limit:
@@ -186,9 +188,9 @@ class _Probe:
 
     def _is_shuffled(self, out: Tensor, expected: Tensor) -> bool:
         nearest = torch.cdist(out.double(), expected.double()).argmin(1)
-        found, limit = _measured(out, expected[nearest]), _limit(self.subject)
-        return found is not None and (
-            found.relative_l2 <= limit.relative_l2 and found.worst_token <= limit.worst_token
+        metrics, limit = _measured(out, expected[nearest]), _limit(self.subject)
+        return metrics is not None and (
+            metrics.relative_l2 <= limit.relative_l2 and metrics.worst_token <= limit.worst_token
         )
 
     def _overflows(self, out: Tensor, main: Reading) -> bool:
@@ -198,37 +200,37 @@ class _Probe:
             return True
         peak = out.abs().max()
         stuck = int((out.abs() == peak).sum()) > 2 and bool(peak < 0.99 * expected.abs().max())
-        given = main.given(self.stage)
-        largest = 0.0 if given is None else float(given.abs().max())
+        rows = main.given(self.stage)
+        largest = 0.0 if rows is None else float(rows.abs().max())
         return stuck or (self.subject.dtype == "float16" and largest > HALF_SQUARE)
 
     def _is_rough(self, run: StageRun, main: Reading) -> bool:
         """Return whether a tiny change of the input gives a much larger one: something rounds."""
-        given = main.given(self.stage)
-        if given is None:
-            given = torch.cat([item.patches for item in main.sample.items])
-            if given.dtype == torch.uint8:
+        rows = main.given(self.stage)
+        if rows is None:
+            rows = torch.cat([item.patches for item in main.sample.items])
+            if rows.dtype == torch.uint8:
                 return False  # no change of a byte is tiny
         generator = torch.Generator().manual_seed(0)
-        noise = torch.randn(given.shape, generator=generator) * given.abs() * JITTER
+        noise = torch.randn(rows.shape, generator=generator) * rows.abs() * JITTER
         if self.stage == BEGIN:
-            before, after = run(main.sample, None), run(_with_patches(main.sample, given + noise), None)
+            before, after = run(main.sample, None), run(_with_patches(main.sample, rows + noise), None)
         else:
-            before, after = run(main.sample, given), run(main.sample, given + noise)
+            before, after = run(main.sample, rows), run(main.sample, rows + noise)
         answer = float((after - before).double().norm() / before.double().norm())
         return answer > ROUGH * JITTER
 
     def _from_reach(self, run: StageRun, main: Reading, *, otherwise: str) -> str:
         """Change one cell, see which cells answer, and compare with its window and its frame."""
-        given = main.given(self.stage)
+        rows = main.given(self.stage)
         packing = self.subject.packing
-        if given is None or packing.queried or not self.stage.startswith("block"):
+        if rows is None or packing.queried or not self.stage.startswith("block"):
             return ORDER
         call, unit = Call.of_blocks(main.sample.items, packing), packing.unit
-        before, cells = run(main.sample, given), call.cells()
-        legal = [found for kind in packing.segmentations if (found := call.segments(kind))]
+        before, cells = run(main.sample, rows), call.cells()
+        legal = [segments for kind in packing.segmentations if (segments := call.segments(kind))]
         for place in range(0, len(cells), max(1, len(cells) // 8)):
-            changed = given.clone()
+            changed = rows.clone()
             changed[place * unit : (place + 1) * unit] *= -1.0
             moved = (run(main.sample, changed) - before).abs().amax(-1).unflatten(0, (-1, unit)).amax(-1)
             answered = {cells[index] for index in torch.nonzero(moved > 0).flatten().tolist()}

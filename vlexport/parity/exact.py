@@ -46,16 +46,16 @@ TABLES = "held cell by cell to the sizes of the items that are compared"
 
 def call_rows(subject: BuildSpec, samples: Sequence[Sample], rules: SampleRules) -> Iterator[Row]:
     """Yield a row for each table, and for token counts and patches, over the calls of all samples."""
-    found: dict[str, list[tuple[str, str]]] = {}
+    tables: dict[str, list[tuple[str, str]]] = {}
     for sample in samples:
         for table, fault in guarded("prepare", partial(_of_call, subject, sample)).items():
-            found.setdefault(table, []).append((sample.name, fault))
-    for table, faults in found.items():
-        wrong = [": ".join(each) for each in faults if each[1]]
+            tables.setdefault(table, []).append((sample.name, fault))
+    for table, faults in tables.items():
+        wrong = [": ".join(fault) for fault in faults if fault[1]]
         yield exact_row(table, wrong, TABLES, shapes=f"{len(faults)} calls")
     for spec in rules.inputs:
         is_table = spec.dtype.startswith("int") or spec.name in subject.packing.per_patch
-        if is_table and spec.name not in found:
+        if is_table and spec.name not in tables:
             yield Row(
                 level="L0",
                 check=spec.name,
@@ -69,45 +69,45 @@ def _of_call(subject: BuildSpec, sample: Sample) -> Faults:
     recipe, packing = subject.recipe, subject.packing
     inputs = recipe.prepare(subject.config, sample.items, subject.form)
     call = Call.of(sample.items, packing.merge)
-    given = [recipe.num_tokens(subject.config, item) for item in sample.items]
-    wanted = [
+    counts = [recipe.num_tokens(subject.config, item) for item in sample.items]
+    expected = [
         packing.cell_tokens * call.num_tokens(item, packing.queried) for item in range(len(sample.items))
     ]
     return {
         **check_tables(inputs, sample.items, packing),
-        "token counts": "" if given == wanted else f"{given}, not {wanted}",
+        "token counts": "" if counts == expected else f"{counts}, not {expected}",
         **_patches(sample, inputs),
     }
 
 
 def _patches(sample: Sample, inputs: Mapping[str, Tensor]) -> Faults:
     """Compare the patches that both sides get; nothing if the engine takes others."""
-    wanted = torch.cat([item.patches for item in sample.items])
-    given = inputs.get("patches")
-    if given is None or given.shape != wanted.shape:
+    expected = torch.cat([item.patches for item in sample.items])
+    actual = inputs.get("patches")
+    if actual is None or actual.shape != expected.shape:
         return {}
-    wrong = int((given != wanted.to(given.dtype)).any(-1).sum())
+    wrong = int((actual != expected.to(actual.dtype)).any(-1).sum())
     return {"patches": f"{wrong} rows differ between the two sides" if wrong else ""}
 
 
 def portable_row(portable: Portable, subject: BuildSpec, samples: Sequence[Sample]) -> Row:
-    """Return the row that compares `tables.onnx` with the host's tables, on all samples and on random calls."""
+    """Return the row that compares `tables.onnx` with the host's tables, on all samples and random calls."""
     source = random.Random(0)
     shapes = [shape for mix in subject.packing.mixes().values() for shape in mix]
     calls: list[Sequence[MediaItem]] = [sample.items for sample in samples]
     for _ in range(RANDOM_CALLS):
         mix = source.choices(shapes, k=source.randint(1, 6))
         calls.append([blank(subject.recipe, subject.config, *shape) for shape in mix])
-    found = [guarded("tables.onnx", partial(_of_portable, portable, subject, items)) for items in calls]
-    wrong = [fault for faults in found for fault in faults.values()]
+    results = [guarded("tables.onnx", partial(_of_portable, portable, subject, items)) for items in calls]
+    wrong = [fault for faults in results for fault in faults.values()]
     return exact_row("tables.onnx", wrong, "equal to the host's tables", shapes=f"{len(calls)} calls")
 
 
 def _of_portable(portable: Portable, subject: BuildSpec, items: Sequence[MediaItem]) -> Faults:
     structure = subject.packing.structure(items)
-    wanted, given = subject.packing.tables(structure, subject.form), portable.tables(structure)
-    wrong = wanted.keys() ^ given.keys()
-    wrong |= {name for name in wanted.keys() & given.keys() if not _same(wanted[name], given[name])}
+    expected, actual = subject.packing.tables(structure, subject.form), portable.tables(structure)
+    wrong = expected.keys() ^ actual.keys()
+    wrong |= {name for name in expected.keys() & actual.keys() if not _same(expected[name], actual[name])}
     return {name: f"{name} of {[list(item.grid) for item in items]}" for name in sorted(wrong)}
 
 
@@ -133,9 +133,9 @@ def check_profile(engine: Engine, subject: BuildSpec, rules: SampleRules) -> Fau
     side, most = subject.recipe.merge(subject.config), rules.profile.ranges[symbol].max
     item = blank(subject.recipe, subject.config, "image", (1, side, side * (most + 1)))
     inputs = subject.recipe.prepare(subject.config, [item], subject.form)
-    wanted: torch.dtype = getattr(torch, subject.dtype)
+    dtype: torch.dtype = getattr(torch, subject.dtype)
     cast = {
-        name: tensor[:1].to(wanted).expand(tensor.shape)
+        name: tensor[:1].to(dtype).expand(tensor.shape)
         if is_typed(name) and tensor.is_floating_point()
         else tensor
         for name, tensor in inputs.items()
@@ -182,35 +182,37 @@ def _computed(checkpoint: Checkpoint) -> frozenset[str]:
     return frozenset({*changed, *(quantised.packed if quantised else {})})
 
 
-def _parts(stored: str, known: Collection[str]) -> list[str]:
+def _parts(stored: str, names: Collection[str]) -> list[str]:
     """Return the tensors of the files that make one: queries, then keys, then values may lie apart."""
     several = [[stored.replace("qkv", f"{part}{ending}") for part in "qkv"] for ending in ("", "_proj")]
-    return next((parts for parts in ([stored], *several) if all(part in known for part in parts)), [stored])
+    return next((parts for parts in ([stored], *several) if all(part in names for part in parts)), [stored])
 
 
 def constant_rows(subject: BuildSpec, tables: Sequence[Tensor]) -> Iterator[Row]:
-    """Yield the row that compares the tower's constants with the `tables` of the reference's class, bit for bit.
+    """Yield the row that compares the tower's constants with the `tables` of the reference's class by bits.
 
     Frequencies of angles that are a step of float32 off move far columns of large images.
     """
     held = tables_of(subject.recipe.outline(subject.config))
-    alike = {name: [each for each in tables if each.shape == given.shape] for name, given in held.items()}
+    alike = {
+        name: [table for table in tables if table.shape == constant.shape] for name, constant in held.items()
+    }
     wrong = [
-        f"{name} differs from the reference's by {_away(held[name], known):.2g}"
-        for name, known in alike.items()
-        if known and not any(torch.equal(each, held[name]) for each in known)
+        f"{name} differs from the reference's by {_away(held[name], matches):.2g}"
+        for name, matches in alike.items()
+        if matches and not any(torch.equal(table, held[name]) for table in matches)
     ]
     origin = "tables that the reference's class computes when it is made"
     if compared := sum(map(bool, alike.values())):
         yield exact_row("constants", wrong, origin, shapes=f"{compared} tables")
-    lost = len({each.shape for each in tables} - {given.shape for given in held.values()})
+    lost = len({table.shape for table in tables} - {constant.shape for constant in held.values()})
     if lost or compared < len(held):
         note = f"{lost} of the reference and {len(held) - compared} here alone: seen by their effect in L1"
         yield Row(level="L0", check="constants", origin=origin, note=note, given="observed")
 
 
-def _away(given: Tensor, known: Sequence[Tensor]) -> float:
-    return min(float((each - given).abs().max() / each.abs().max()) for each in known)
+def _away(constant: Tensor, tables: Sequence[Tensor]) -> float:
+    return min(float((table - constant).abs().max() / table.abs().max()) for table in tables)
 
 
 def subject_of(manifest: Manifest) -> str:
@@ -267,12 +269,12 @@ class DispatchHook(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         name = str(func).removeprefix("aten.").split(".")[0]
-        for made in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(made, Tensor):
-                self.saw(name, args, made)
+        for output in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(output, Tensor):
+                self.saw(name, args, output)
         return result
 
-    def saw(self, name: str, args: Sequence[Any], made: Tensor) -> None:
+    def saw(self, name: str, args: Sequence[Any], output: Tensor) -> None:
         raise TypeError(f"{type(self).__name__} has no saw()")
 
 
@@ -285,18 +287,20 @@ class Watch(DispatchHook):
         self._tables = WeakTensorKeyDictionary()
         self._rounded = WeakTensorKeyDictionary()
 
-    def saw(self, name: str, args: Sequence[Any], made: Tensor) -> None:
-        given = _tensors(args)
-        if name in WIDE and made.dtype in HALVES:
-            self.faults.append(f"{name} in {str(made.dtype).removeprefix('torch.')}")
-        from_table, rounded = (any(each in kept for each in given) for kept in (self._tables, self._rounded))
+    def saw(self, name: str, args: Sequence[Any], output: Tensor) -> None:
+        inputs = _tensors(args)
+        if name in WIDE and output.dtype in HALVES:
+            self.faults.append(f"{name} in {str(output.dtype).removeprefix('torch.')}")
+        from_table, rounded = (
+            any(tensor in kept for tensor in inputs) for kept in (self._tables, self._rounded)
+        )
         if name == "mul" and rounded:
             self.faults.append("rows turned by a rounded table of angles")
         if name in ANGLES or (name in MOVES and from_table):
-            self._tables[made] = True
+            self._tables[output] = True
         # Waves that are added to keys may be rounded like the keys; those that turn them may not.
-        if (name == "_to_copy" and from_table and made.dtype in HALVES) or (name in MOVES and rounded):
-            self._rounded[made] = True
+        if (name == "_to_copy" and from_table and output.dtype in HALVES) or (name in MOVES and rounded):
+            self._rounded[output] = True
 
 
 def check_dtypes(tower: nn.Module, inputs: Mapping[str, Tensor]) -> Faults:
@@ -314,10 +318,10 @@ class Overflows(DispatchHook):
         super().__init__()
         self.faults: list[str] = []
 
-    def saw(self, name: str, args: Sequence[Any], made: Tensor) -> None:
+    def saw(self, name: str, args: Sequence[Any], output: Tensor) -> None:
         # Casts, products and sums overflow; masks are made of infinities on purpose.
-        if made.dtype in HALVES and name in OVERFLOWING:
-            lost = int((~torch.isfinite(made)).sum())
+        if output.dtype in HALVES and name in OVERFLOWING:
+            lost = int((~torch.isfinite(output)).sum())
             if lost:
                 self.faults.append(f"{name} gives {lost} values that are not finite")
 
@@ -338,9 +342,9 @@ def overflow_rows(subject: BuildSpec, samples: Sequence[Sample]) -> list[Row]:
 
 def _tensors(args: Sequence[Any]) -> list[Tensor]:
     flat: list[Tensor] = []
-    for each in args:
-        if isinstance(each, Tensor):
-            flat.append(each)
-        elif isinstance(each, tuple | list):
-            flat += [inner for inner in each if isinstance(inner, Tensor)]
+    for argument in args:
+        if isinstance(argument, Tensor):
+            flat.append(argument)
+        elif isinstance(argument, tuple | list):
+            flat += [inner for inner in argument if isinstance(inner, Tensor)]
     return flat

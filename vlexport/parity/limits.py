@@ -80,11 +80,11 @@ def block_row(
     """
     limits = {"relative_l2": limit.relative_l2, "worst_token": limit.worst_token}
     row = compared("L1", stage, sample, pair, (limits, limit.origin))
-    found = exact() if row.verdict == "failed" and row.metrics else None
-    floor = None if found is None else found.floor([pair[1]])
-    if found is None or floor is None:
+    measured = exact() if row.verdict == "failed" and row.metrics else None
+    floor = None if measured is None else measured.floor([pair[1]])
+    if measured is None or floor is None:
         return row
-    row = compared("L1", stage, sample, (pair[0], found.wide), _widened(limit, floor))
+    row = compared("L1", stage, sample, (pair[0], measured.wide), _widened(limit, floor))
     return _with_noise(row, floor)
 
 
@@ -117,14 +117,14 @@ def dtype_rows(
 
 def health_rows(answers: Sequence[Answer], truths: ReferenceOutputs) -> list[Row]:
     """Return L3: values lost, and how near outputs come to the end of float16; worst over all samples."""
-    found: dict[str, dict[str, float]] = {}
+    worst: dict[str, dict[str, float]] = {}
     for answer in answers:
         for name, expected in truths.of[answer.sample].outputs.items():
-            given = answer.outputs.get(name)
-            metrics = compare(given, expected) if given is not None else Incomparable(reason="")
+            actual = answer.outputs.get(name)
+            metrics = compare(actual, expected) if actual is not None else Incomparable(reason="")
             if isinstance(metrics, Incomparable):
                 continue
-            row = found.setdefault(name, {})
+            row = worst.setdefault(name, {})
             for key in (*HEALTH, "half_share"):
                 row[key] = max(row.get(key, 0.0), metrics.values()[key])
     return [
@@ -137,7 +137,7 @@ def health_rows(answers: Sequence[Answer], truths: ReferenceOutputs) -> list[Row
             origin="no row may be lost; peak reported against 65504",
             note=_headroom(metrics["half_share"]),
         )
-        for name, metrics in found.items()
+        for name, metrics in worst.items()
     ]
 
 
@@ -158,11 +158,13 @@ def compared(
     limit: tuple[Mapping[str, float], str],
 ) -> Row:
     """Return a row of metrics and limits; what cannot be compared fails with its reason, and never passes."""
-    given, expected = pair
-    found = compare(given, expected) if given is not None else Incomparable(reason="the output is missing")
+    actual, expected = pair
+    metrics = (
+        compare(actual, expected) if actual is not None else Incomparable(reason="the output is missing")
+    )
     limits, origin = limit
-    if isinstance(found, Incomparable):
-        itself = "itself" in found.reason
+    if isinstance(metrics, Incomparable):
+        itself = "itself" in metrics.reason
         return Row(
             level=level,
             check=check,
@@ -170,10 +172,12 @@ def compared(
             metrics={},
             limits=limits,
             origin=origin,
-            note=found.reason,
+            note=metrics.reason,
             given="blocked" if itself else "failed",
         )
-    return Row(level=level, check=check, shapes=shapes, metrics=found.values(), limits=limits, origin=origin)
+    return Row(
+        level=level, check=check, shapes=shapes, metrics=metrics.values(), limits=limits, origin=origin
+    )
 
 
 def _with_sqnr(row: Row) -> Row:
@@ -224,18 +228,18 @@ def _with_noise(row: Row, floor: Metrics) -> Row:
 
 
 def _numbers(floor: Floor | None, name: str) -> Metrics | None:
-    found = None if floor is None else floor.get(name)
-    return found if isinstance(found, Metrics) else None
+    metrics = None if floor is None else floor.get(name)
+    return metrics if isinstance(metrics, Metrics) else None
 
 
 def _largest_floor(truths: ReferenceOutputs) -> dict[str, Metrics]:
     """Return the largest of each metric of the noise measured, for samples too large for float64."""
-    found: dict[str, list[Metrics]] = {}
+    floors: dict[str, list[Metrics]] = {}
     for truth in truths.of.values():
         for name in truth.floor or {}:
             if own := _numbers(truth.floor, name):
-                found.setdefault(name, []).append(own)
-    return {name: most for name, each in found.items() if (most := largest(each))}
+                floors.setdefault(name, []).append(own)
+    return {name: most for name, several in floors.items() if (most := largest(several))}
 
 
 def _itself(answers: Sequence[Answer], truths: ReferenceOutputs) -> Iterator[Row]:
@@ -308,13 +312,13 @@ def settled(
     """
     certain = any(_failed(row) and not (_in_doubt(row) or _is_provisional(row)) for row in rows)
     for row in rows:
-        found = row
-        if alone and not certain and _is_provisional(found):
-            found = next((each for each in alone(row.shapes) if _same(each, row)), row)
-        if not certain and _in_doubt(found):
-            found = _pooled(found, [each for each in look(row.shapes) if _same(each, row)])
-        certain = certain or _failed(found)
-        yield found
+        result = row
+        if alone and not certain and _is_provisional(result):
+            result = next((other for other in alone(row.shapes) if _same(other, row)), row)
+        if not certain and _in_doubt(result):
+            result = _pooled(result, [other for other in look(row.shapes) if _same(other, row)])
+        certain = certain or _failed(result)
+        yield result
 
 
 def _failed(row: Row) -> bool:
@@ -349,20 +353,20 @@ def _same(one: Row, other: Row) -> bool:
 
 def _pooled(row: Row, neighbours: Sequence[Row]) -> Row:
     """Pool losses of whole calls as root mean square, of tokens as the worst, of both sides alike."""
-    lost = next((each for each in neighbours if not _is_measured(each)), None)
+    lost = next((neighbour for neighbour in neighbours if not _is_measured(neighbour)), None)
     if lost is not None:
         return replace(row, note=f"{lost.shapes}: {lost.note or 'not a number'}")
     every = [row, *neighbours]
 
     def mean(name: str) -> float:
-        return math.sqrt(sum(each.metrics[name] ** 2 for each in every) / len(every))
+        return math.sqrt(sum(entry.metrics[name] ** 2 for entry in every) / len(every))
 
     def worst(name: str) -> float:
-        values = [each.metrics[name] for each in every]
+        values = [entry.metrics[name] for entry in every]
         return min(values) if name == "min_cosine" else max(values)
 
     metrics = {name: worst(name) for name in row.metrics}
-    metrics["worst_at"] = max(every, key=lambda each: each.metrics["worst_token"]).metrics["worst_at"]
+    metrics["worst_at"] = max(every, key=lambda entry: entry.metrics["worst_token"]).metrics["worst_at"]
     metrics |= {"relative_l2": mean("relative_l2"), "noise": mean("noise")}
     ratios = {
         "ratio": metrics["relative_l2"] / metrics["noise"],
@@ -374,7 +378,7 @@ def _pooled(row: Row, neighbours: Sequence[Row]) -> Row:
     else:
         # The least of these limits is the recipe's own, or 5 times a noise that is no larger than the pooled.
         noises = {"relative_l2": metrics["noise"], "worst_token": metrics["token_noise"]}
-        least = {name: min(each.limits[name] for each in every) for name in noises}
+        least = {name: min(entry.limits[name] for entry in every) for name in noises}
         limits = {name: max(least[name], FLOOR_FACTOR * noise) for name, noise in noises.items()}
     alone = [row.metrics["relative_l2"] / row.metrics["noise"]]
     alone.append(row.metrics["worst_token"] / row.metrics["token_noise"])

@@ -53,18 +53,18 @@ class Exact:
 
     def floor(self, narrow: Sequence[Tensor]) -> Metrics | None:
         """Return the largest of each metric of what float32 loses, here and nearby."""
-        pairs = [*((each, self.wide) for each in narrow), *self.nearby]
-        return largest([found for pair in pairs if isinstance(found := compare(*pair), Metrics)])
+        pairs = [*((rows, self.wide) for rows in narrow), *self.nearby]
+        return largest([metrics for pair in pairs if isinstance(metrics := compare(*pair), Metrics)])
 
 
-def largest(found: Sequence[Metrics]) -> Metrics | None:
+def largest(metrics: Sequence[Metrics]) -> Metrics | None:
     """Return metrics with the largest relative L2 and the largest worst token, each by itself."""
-    if not found:
+    if not metrics:
         return None
     return replace(
-        found[0],
-        relative_l2=max(each.relative_l2 for each in found),
-        worst_token=max(each.worst_token for each in found),
+        metrics[0],
+        relative_l2=max(entry.relative_l2 for entry in metrics),
+        worst_token=max(entry.worst_token for entry in metrics),
     )
 
 

@@ -59,7 +59,7 @@ class StayWide(TorchFunctionMode):
             return func(*args, **named)
         if func is nn.functional.linear and any(map(_is_narrow, (*args[1:2], named.get("weight")))):
             return _wide_product(*args, **named)
-        return func(*map(_widened, args), **{name: _widened(each) for name, each in named.items()})
+        return func(*map(_widened, args), **{name: _widened(value) for name, value in named.items()})
 
 
 def _is_narrow(value: object) -> bool:
@@ -72,12 +72,12 @@ def _widened(value: Any) -> Any:
 
 def _wide_product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002  torch's
     """Return a linear layer in float64; its matrix as a whole would be twice what it is stored in."""
-    found = input.new_empty((*input.shape[:-1], len(weight)), dtype=torch.float64)
+    output = input.new_empty((*input.shape[:-1], len(weight)), dtype=torch.float64)
     for start in range(0, len(weight), AT_ONCE):
         part = slice(start, start + AT_ONCE)
         added = None if bias is None else bias[part].double()
-        found[..., part] = nn.functional.linear(input, weight[part].double(), added)
-    return found
+        output[..., part] = nn.functional.linear(input, weight[part].double(), added)
+    return output
 
 
 @contextmanager
@@ -116,9 +116,9 @@ def tables_of(module: nn.Module) -> dict[str, Tensor]:
     """Return constants that a class computed: floating, of several values, outside of its state."""
     stored = module.state_dict().keys()
     return {
-        name: each
-        for name, each in module.named_buffers()
-        if name not in stored and each.is_floating_point() and each.numel() > 1 and not each.is_meta
+        name: buffer
+        for name, buffer in module.named_buffers()
+        if name not in stored and buffer.is_floating_point() and buffer.numel() > 1 and not buffer.is_meta
     }
 
 
@@ -181,9 +181,9 @@ def quantised_reference(subject: BuildSpec) -> Reference:
     chosen = {stored for name, stored in names.items() if is_quantisable(name, len(shapes[stored]))}
     view = _OnGrid.of(subject.checkpoint, chosen, scheme.group)
     reference = reference_of(subject, view)
-    layers = [each for each in reference.module.modules() if isinstance(each, nn.Linear)]
-    held = [each for each in layers if each.weight.untyped_storage().data_ptr() in view.places]
-    if {each.weight.untyped_storage().data_ptr() for each in held} != view.places:
+    layers = [layer for layer in reference.module.modules() if isinstance(layer, nn.Linear)]
+    held = [layer for layer in layers if layer.weight.untyped_storage().data_ptr() in view.places]
+    if {layer.weight.untyped_storage().data_ptr() for layer in held} != view.places:
         raise UnsupportedError(
             f"recipe '{subject.recipe.name}': its reference does not keep every matrix of its blocks in a "
             "torch.nn.Linear, so what integers cost it cannot be measured. Build without quantize."
@@ -211,9 +211,9 @@ def steps_of(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rounding(group: int) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor, ...]]:
-    def hook(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        rows = given[0]
-        return (rows if rows.shape[-1] < group else on_grid(rows, group), *given[1:])
+    def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        rows = inputs[0]
+        return (rows if rows.shape[-1] < group else on_grid(rows, group), *inputs[1:])
 
     return hook
 
@@ -228,7 +228,7 @@ class _OnGrid(Checkpoint):
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, chosen: set[str], group: int) -> _OnGrid:
-        same = {each.name: getattr(checkpoint, each.name) for each in fields(checkpoint)}
+        same = {field.name: getattr(checkpoint, field.name) for field in fields(checkpoint)}
         return cls(**same, chosen=frozenset(chosen), group=group, places=set())
 
     def tensors(

@@ -57,9 +57,9 @@ class Group:
 
         What a level or the last stage takes would be the input of the block after theirs.
         """
-        found = {f"rows_{at}": at for at in range(self.start, self.start + len(self.blocks))}
-        found |= {f"rows_{name}": at + 1 for name, at in self.levels.items()}
-        return {**found, **({"rows_finish": -1} if self.finish else {})}
+        inputs = {f"rows_{at}": at for at in range(self.start, self.start + len(self.blocks))}
+        inputs |= {f"rows_{name}": at + 1 for name, at in self.levels.items()}
+        return {**inputs, **({"rows_finish": -1} if self.finish else {})}
 
 
 class TeacherForced(nn.Module):
@@ -75,15 +75,15 @@ class TeacherForced(nn.Module):
     def forward(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         tower, group = self.tower, self.group
         first, layout = tower.begin(inputs)
-        found = {BEGIN: layout.restore(first)} if group.begin else {}
+        outputs = {BEGIN: layout.restore(first)} if group.begin else {}
         for index, block in enumerate(tower.blocks, start=group.start):
             rows_NC = layout.arrange(inputs[f"rows_{index}"])
-            found[stage_name(index)] = layout.restore(block(rows_NC, layout))
+            outputs[stage_name(index)] = layout.restore(block(rows_NC, layout))
         for name in group.levels:
-            found[name] = tower.level(name, layout.arrange(inputs[f"rows_{name}"]), layout)
+            outputs[name] = tower.level(name, layout.arrange(inputs[f"rows_{name}"]), layout)
         if group.finish:
-            found.update(tower.finish(layout.arrange(inputs["rows_finish"]), layout))
-        return found
+            outputs.update(tower.finish(layout.arrange(inputs["rows_finish"]), layout))
+        return outputs
 
 
 class Tapped(nn.Module):
@@ -95,12 +95,12 @@ class Tapped(nn.Module):
 
     def forward(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         rows_NC, layout = self.tower.begin(inputs)
-        found = {BEGIN: layout.restore(rows_NC)}
+        outputs = {BEGIN: layout.restore(rows_NC)}
         for index, block in enumerate(self.tower.blocks):
             rows_NC = block(rows_NC, layout)
-            found[stage_name(index)] = layout.restore(rows_NC)
-            found |= self.tower.levels_after(index, rows_NC, layout)
-        return {**found, **self.tower.finish(rows_NC, layout)}
+            outputs[stage_name(index)] = layout.restore(rows_NC)
+            outputs |= self.tower.levels_after(index, rows_NC, layout)
+        return {**outputs, **self.tower.finish(rows_NC, layout)}
 
 
 def forced(
@@ -113,8 +113,8 @@ def forced(
         with running(subject, profile, TeacherForced(tower, group), extra) as run:
             for sample in samples:
                 rows = blocks[sample.name]
-                found = run(sample, _inputs(group, rows))
-                yield from ((sample.name, stage, rows_NC) for stage, rows_NC in found.items())
+                outputs = run(sample, _inputs(group, rows))
+                yield from ((sample.name, stage, rows_NC) for stage, rows_NC in outputs.items())
 
 
 def expected_rows(stage: str, rows: BlockRows) -> Tensor | None:
@@ -154,7 +154,7 @@ def one_stage(subject: BuildSpec, profile: ShapeProfile, stage: str, width: int)
 def groups(tower: StagedTower) -> Iterator[Group]:
     """Yield consecutive blocks of at most so many weights together."""
     blocks = list(tower.blocks)
-    most = max(1, WEIGHTS_AT_A_TIME // max(1, sum(each.numel() for each in blocks[0].parameters())))
+    most = max(1, WEIGHTS_AT_A_TIME // max(1, sum(weight.numel() for weight in blocks[0].parameters())))
     for start in range(0, len(blocks), most):
         part = tuple(blocks[start : start + most])
         stop = start + len(part)
@@ -184,7 +184,7 @@ def running(
     ):
         # Some engines leave what they made on their device.
         yield lambda sample, rows: {
-            name: found.cpu() for name, found in engine.run(inputs(sample, rows)).items()
+            name: output.cpu() for name, output in engine.run(inputs(sample, rows)).items()
         }
 
 
@@ -212,19 +212,19 @@ def _with_rows(recipe: Recipe[Any], extra: Mapping[str, int]) -> Recipe[Any]:
     """Return the recipe with further inputs, one for each row of blocks; tapped outputs vary like them."""
 
     def packing(config: Any) -> Packing:
-        known = recipe.packing(config)
+        own = recipe.packing(config)
 
         def prepare(media: Sequence[MediaItem], layout: str) -> dict[str, Tensor]:
-            count = sum(len(item.patches) + known.learned * item.grid[0] for item in media)
+            count = sum(len(item.patches) + own.learned * item.grid[0] for item in media)
             rows = {name: torch.zeros(count, width) for name, width in extra.items()}
-            return {**known.prepare(media, layout), **rows}
+            return {**own.prepare(media, layout), **rows}
 
         def axes(layout: str) -> Mapping[str, Mapping[int, Dim]]:
-            names, found = [*extra, BEGIN, *map(stage_name, range(1000))], known.axes(layout)
-            varying = {0: known.cells} if known.learned else found["patches"]
-            return {**found, **dict.fromkeys(names, varying)}
+            names, own_axes = [*extra, BEGIN, *map(stage_name, range(1000))], own.axes(layout)
+            varying = {0: own.cells} if own.learned else own_axes["patches"]
+            return {**own_axes, **dict.fromkeys(names, varying)}
 
-        tapped = copy(known)
+        tapped = copy(own)
         tapped.prepare, tapped.axes = prepare, axes  # type: ignore[method-assign]
         return tapped
 
@@ -237,5 +237,5 @@ def _width(blocks: Mapping[str, BlockRows]) -> int:
 
 
 def _inputs(group: Group, rows: BlockRows) -> dict[str, Tensor]:
-    given = [*(before for before, _ in rows), rows[-1][1]]
-    return {name: given[index] for name, index in group.rows.items()}
+    taken = [*(before for before, _ in rows), rows[-1][1]]
+    return {name: taken[index] for name, index in group.rows.items()}

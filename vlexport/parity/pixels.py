@@ -52,16 +52,16 @@ class OfBytes:
 
         On faint pixels float32 rounds by 5e-6 of them; limits of what an engine rounds follow from that.
         """
-        kinds = {each.dtype for each in self.module.parameters()}
+        kinds = {weight.dtype for weight in self.module.parameters()}
         kind = torch.float64 if torch.float64 in kinds else next(self.module.parameters()).dtype
         number = np.float64 if kind == torch.float64 else np.float32
         mean_31, std_31 = (np.array(values, number)[:, None] for values in (self.mean, self.std))
-        found = []
+        normalised = []
         for item in items:
             levels_N3K = item.patches.unflatten(1, (3, -1)).numpy().astype(number)
             pixels_N3K = (levels_N3K * number(self.scale) - mean_31) / std_31
-            found.append(replace(item, patches=torch.from_numpy(pixels_N3K).flatten(1).to(kind)))
-        return found
+            normalised.append(replace(item, patches=torch.from_numpy(pixels_N3K).flatten(1).to(kind)))
+        return normalised
 
 
 def raw_settings(checkpoint: Checkpoint) -> Mapping[str, Any]:
@@ -69,7 +69,7 @@ def raw_settings(checkpoint: Checkpoint) -> Mapping[str, Any]:
     combined = _json(checkpoint, "processor_config.json").get("image_processor")
     alone = _json(checkpoint, "preprocessor_config.json")
     inside = checkpoint.config.get("slice_config")
-    settings = [each for each in (combined, alone, inside) if isinstance(each, Mapping) and each]
+    settings = [section for section in (combined, alone, inside) if isinstance(section, Mapping) and section]
     return settings[0] if settings else checkpoint.config
 
 
@@ -81,5 +81,5 @@ def mean_and_std(settings: Mapping[str, Any]) -> tuple[Sequence[float], Sequence
 
 def _json(checkpoint: Checkpoint, name: str) -> Mapping[str, Any]:
     path = checkpoint.path / name
-    found: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return found
+    content: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return content

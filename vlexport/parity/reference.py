@@ -65,7 +65,7 @@ class ExactBlocks:
     """Blocks of the reference in float64, made when needed, on rows that its float32 form gave them."""
 
     def __init__(self, subject: BuildSpec, samples: Sequence[Sample]) -> None:
-        self.subject, self.samples = subject, {each.name: each for each in samples}
+        self.subject, self.samples = subject, {sample.name: sample for sample in samples}
         self._kept: dict[tuple[str, bool], Sequence[Tensor]] = {}
 
     def after(self, sample: str, stage: str, *, from_patches: bool = False) -> Exact | None:
@@ -79,19 +79,19 @@ class ExactBlocks:
         key = sample, from_patches
         if key not in self._kept:
             self._kept[key] = self._run(self.samples[sample], from_patches)
-        found = self._kept[key]
-        return Exact(wide=found[int(number)]) if found else None
+        blocks = self._kept[key]
+        return Exact(wide=blocks[int(number)]) if blocks else None
 
     def _run(self, sample: Sample, from_patches: bool) -> list[Tensor]:
         outline: Any = self.subject.recipe.outline(self.subject.config)
         with steady_arithmetic():
             reference, taken = reference_of(self.subject), list[Tensor]()
 
-            def keep(_: nn.Module, given: tuple[Tensor, ...]) -> None:
-                taken.append(given[0])
+            def keep(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+                taken.append(inputs[0])
 
-            def feed(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-                return (taken.pop(0).double(), *given[1:])
+            def feed(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+                return (taken.pop(0).double(), *inputs[1:])
 
             for layers in reference.module.modules():
                 if not isinstance(layers, nn.ModuleList) or len(layers) != len(outline.blocks):
@@ -110,8 +110,8 @@ def _before(
     layers: Iterable[nn.Module], hook: Callable[[nn.Module, tuple[Tensor, ...]], Any]
 ) -> Iterator[None]:
     with ExitStack() as hooks:
-        for each in layers:
-            hooks.callback(each.register_forward_pre_hook(hook).remove)
+        for layer in layers:
+            hooks.callback(layer.register_forward_pre_hook(hook).remove)
         yield
 
 
@@ -134,29 +134,29 @@ def run_reference(
         kept: dict[str, BlockRows] = {}
         for sample in tracked(samples, progress, "reference"):
             if sample.name in chosen:
-                given, kept[sample.name] = reference.blocks(sample.items)
+                in_float32, kept[sample.name] = reference.blocks(sample.items)
             else:
-                given = reference.run(sample.items)
-            narrow[sample.name] = (sample.digest(), given)
+                in_float32 = reference.run(sample.items)
+            narrow[sample.name] = (sample.digest(), in_float32)
         if any(len(rows) <= DEEP for rows in kept.values()):
             kept = {}
-        tables = tuple(each.clone() for each in tables_of(reference.module).values())
+        tables = tuple(table.clone() for table in tables_of(reference.module).values())
         wide = _wide(subject, reference, samples, progress, whole=whole)
         del reference
         coarse = _coarse(subject, samples, progress)
-    found: dict[str, ReferenceOutput] = {}
+    truths: dict[str, ReferenceOutput] = {}
     for name, (digest, outputs) in narrow.items():
         best = wide.get(name, outputs)
         floor = {key: compare(outputs[key], best[key]) for key in outputs} if name in wide else None
         noise = {key: compare(rough, best[key]) for key, rough in coarse[name].items()} if coarse else None
-        found[name] = ReferenceOutput(
+        truths[name] = ReferenceOutput(
             digest=digest, outputs=best, narrow=outputs, floor=floor, dtype_floor=noise
         )
         if subject.quantisation is not None:
-            found[name] = replace(found[name], dtype_origin=origin_of(subject.quantisation))
-    if any(map(_lost, found.values())):
-        found = _from_bfloat16(subject, samples, found, progress)
-    return ReferenceOutputs(of=found, blocks=kept, tables=tables)
+            truths[name] = replace(truths[name], dtype_origin=origin_of(subject.quantisation))
+    if any(map(_lost, truths.values())):
+        truths = _from_bfloat16(subject, samples, truths, progress)
+    return ReferenceOutputs(of=truths, blocks=kept, tables=tables)
 
 
 def run_blocks(subject: BuildSpec, samples: Sequence[Sample], progress: Progress) -> dict[str, BlockRows]:
@@ -166,7 +166,7 @@ def run_blocks(subject: BuildSpec, samples: Sequence[Sample], progress: Progress
     with steady_arithmetic():
         reference = reference_of(subject)
         kept: dict[str, BlockRows] = {
-            each.name: reference.blocks(each.items)[1] for each in samples if each.name in chosen
+            sample.name: reference.blocks(sample.items)[1] for sample in samples if sample.name in chosen
         }
     return kept if all(kept.values()) else {}
 
@@ -180,8 +180,8 @@ def _is_shallow(subject: BuildSpec) -> bool:
 def _chosen(samples: Sequence[Sample]) -> tuple[str, str]:
     """Return the names of the call that mixes most and of the largest one, whose blocks are kept."""
     plain = [sample for sample in samples if not sample.name.endswith(", faint")]
-    largest = max(plain, key=lambda each: each.num_patches)
-    mixed = max(plain, key=lambda each: (len(each.items), each.num_patches))
+    largest = max(plain, key=lambda sample: sample.num_patches)
+    mixed = max(plain, key=lambda sample: (len(sample.items), sample.num_patches))
     return mixed.name, largest.name
 
 
@@ -198,17 +198,17 @@ def _wide(
 def _lost(truth: ReferenceOutput) -> bool:
     """True if the reference itself loses numbers in the engine's dtype."""
     floors = (truth.dtype_floor or {}).values()
-    return any(isinstance(each, Metrics) and each.nonfinite > 0 for each in floors)
+    return any(isinstance(floor, Metrics) and floor.nonfinite > 0 for floor in floors)
 
 
 def _from_bfloat16(
-    subject: BuildSpec, samples: Sequence[Sample], found: Mapping[str, ReferenceOutput], progress: Progress
+    subject: BuildSpec, samples: Sequence[Sample], truths: Mapping[str, ReferenceOutput], progress: Progress
 ) -> dict[str, ReferenceOutput]:
     """Return what it loses in bfloat16, 8 times coarser, where the reference overflows in float16."""
     reference = reference_of(subject)
-    replaced = dict(found)
+    replaced = dict(truths)
     for sample in tracked(samples, progress, f"reference in {WIDER}"):
-        truth = found[sample.name]
+        truth = truths[sample.name]
         if not _lost(truth):
             continue
         outputs = in_dtype(reference, sample.items, WIDER)
@@ -218,10 +218,10 @@ def _from_bfloat16(
     return replaced
 
 
-def _eighth(found: Metrics | Incomparable) -> Metrics | Incomparable:
-    if isinstance(found, Incomparable):
-        return found
-    return replace(found, relative_l2=found.relative_l2 / STEPS, worst_token=found.worst_token / STEPS)
+def _eighth(metrics: Metrics | Incomparable) -> Metrics | Incomparable:
+    if isinstance(metrics, Incomparable):
+        return metrics
+    return replace(metrics, relative_l2=metrics.relative_l2 / STEPS, worst_token=metrics.worst_token / STEPS)
 
 
 def _coarse(subject: BuildSpec, samples: Sequence[Sample], progress: Progress) -> dict[str, Outputs]:

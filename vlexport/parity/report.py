@@ -52,7 +52,7 @@ class Row:
 
     def __post_init__(self) -> None:
         for name in ("metrics", "limits"):
-            values = {each: float(value) for each, value in getattr(self, name).items()}
+            values = {key: float(value) for key, value in getattr(self, name).items()}
             object.__setattr__(self, name, MappingProxyType(values))
         if self.given == "passed":
             raise InputError("a row passes by its metrics and limits; 'passed' cannot be given.")
@@ -85,7 +85,7 @@ class Row:
             if limit > 0 and name in self.metrics
         }
         # NaN is worse than all numbers.
-        return max(shares.items(), key=lambda each: (math.isnan(each[1]), each[1]), default=None)
+        return max(shares.items(), key=lambda pair: (math.isnan(pair[1]), pair[1]), default=None)
 
     def exceeded(self) -> dict[str, float]:
         return {
@@ -136,8 +136,8 @@ class LayerCurve:
             )
             lines.append(line.rstrip())
             before = point.drift
-        found = f"{self.first_bad}: {self.cause}" if self.first_bad else "none"
-        return "\n".join([*lines, f"first bad stage on '{self.shapes}': {found}"])
+        first_bad = f"{self.first_bad}: {self.cause}" if self.first_bad else "none"
+        return "\n".join([*lines, f"first bad stage on '{self.shapes}': {first_bad}"])
 
 
 def _bar(drift: float | None) -> str:
@@ -217,11 +217,11 @@ class ParityReport:
         if _seal({**content, "schema": schema, "status": status}) != seal:
             raise InputError("report: altered since it was written (the seal does not fit). Check again.")
         rows = content.pop("rows", ())
-        found = decode(ParityReport, {**content, "rows": ()}, "report")
-        found = replace(found, rows=tuple(map(_row_from_json, rows if isinstance(rows, tuple) else ())))
-        if found.status != status:
-            raise InputError(f"report: '{status}' stored, its rows give '{found.status}'. Check again.")
-        return found
+        report = decode(ParityReport, {**content, "rows": ()}, "report")
+        report = replace(report, rows=tuple(map(_row_from_json, rows if isinstance(rows, tuple) else ())))
+        if report.status != status:
+            raise InputError(f"report: '{status}' stored, its rows give '{report.status}'. Check again.")
+        return report
 
     def table(self) -> str:
         """Return text no wider than `WIDTH`; exact rows that passed share a line, details are in JSON."""
@@ -255,7 +255,7 @@ class ParityReport:
     def nearest(self) -> tuple[Row, str, float] | None:
         """Return the row, the metric and its share of the limit where that is largest, if any row has one."""
         shares = [(row, *share) for row in self.rows if (share := row.share()) is not None]
-        return max(shares, key=lambda each: (math.isnan(each[2]), each[2]), default=None)
+        return max(shares, key=lambda entry: (math.isnan(entry[2]), entry[2]), default=None)
 
     def _worst(self) -> list[str]:
         if (nearest := self.nearest()) is None:
@@ -339,11 +339,11 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def _row_from_json(value: Json) -> Row:
-    known = dict(value) if isinstance(value, Mapping) else {}
-    verdict = known.pop("verdict", None)
-    found = decode(Row, known, "report.rows")
-    if found.verdict != verdict:
+    content = dict(value) if isinstance(value, Mapping) else {}
+    verdict = content.pop("verdict", None)
+    row = decode(Row, content, "report.rows")
+    if row.verdict != verdict:
         raise InputError(
-            f"report: '{verdict}' stored in a row, its numbers give '{found.verdict}'. Check again."
+            f"report: '{verdict}' stored in a row, its numbers give '{row.verdict}'. Check again."
         )
-    return found
+    return row

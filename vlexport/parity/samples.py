@@ -43,12 +43,12 @@ class Sample:
         return sum(len(item.patches) for item in self.items)
 
     def digest(self) -> str:
-        found = hashlib.sha256()
+        hashed = hashlib.sha256()
         for item in self.items:
             cut = (item.grid, item.slices, item.frame_groups)
-            found.update(f"{item.kind} {cut} {item.patches.dtype} {tuple(item.patches.shape)}\n".encode())
-            found.update(item.patches.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        return found.hexdigest()
+            hashed.update(f"{item.kind} {cut} {item.patches.dtype} {tuple(item.patches.shape)}\n".encode())
+            hashed.update(item.patches.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return hashed.hexdigest()
 
 
 def tracked(samples: Sequence[Sample], progress: Progress, phase: str) -> Iterator[Sample]:
@@ -122,8 +122,8 @@ def random_items(
     packing = recipe.packing(config)
 
     def rows(count: int) -> Tensor:
-        found = _rows(count, packing.row_width, generator)
-        return found if packing.levels is None else packing.levels.bytes_of(found)
+        pixels = _rows(count, packing.row_width, generator)
+        return pixels if packing.levels is None else packing.levels.bytes_of(pixels)
 
     return tuple(
         replace(
@@ -176,12 +176,12 @@ def corners(recipe: Recipe[Any], config: Any, rules: SampleRules) -> dict[str, l
     if rules.tokens is None or symbol is None or symbol not in rules.profile.ranges:
         return {}
     side = recipe.merge(config)
-    known: Range = rules.profile.ranges[symbol]
-    found: dict[str, list[tuple[str, Grid]]] = {}
-    for name, tokens in (("profile minimum", known.min), ("profile maximum", known.max)):
+    bounds: Range = rules.profile.ranges[symbol]
+    mixes: dict[str, list[tuple[str, Grid]]] = {}
+    for name, tokens in (("profile minimum", bounds.min), ("profile maximum", bounds.max)):
         rows = max(rows for rows in range(1, math.isqrt(tokens) + 1) if tokens % rows == 0)
-        found[f"{name}: {tokens} {symbol}"] = [("image", (1, side * rows, side * (tokens // rows)))]
-    return {**found, **_large(recipe, config, rules, known.max)}
+        mixes[f"{name}: {tokens} {symbol}"] = [("image", (1, side * rows, side * (tokens // rows)))]
+    return {**mixes, **_large(recipe, config, rules, bounds.max)}
 
 
 def _large(
@@ -195,14 +195,14 @@ def _large(
         "far rows": (line, most, lambda cells: (1, merge * cells, merge)),
         "far columns": (line, most, lambda cells: (1, merge, merge * cells)),
     }
-    found = {}
-    for name, (wanted, limit, grid_of) in kinds.items():
-        mixes = {cells: [("image", grid_of(cells))] for cells in range(min(wanted, limit), 0, -1)}
+    chosen = {}
+    for name, (size, limit, grid_of) in kinds.items():
+        mixes = {cells: [("image", grid_of(cells))] for cells in range(min(size, limit), 0, -1)}
         fitting = (cells for cells, mix in mixes.items() if _misfit(recipe, config, mix, rules) is None)
-        cells = next(fitting, wanted)
-        short = "" if cells == wanted else f", {merge * wanted} do not fit"
-        found[f"{name}: {merge * cells} a side{short}"] = mixes.get(cells) or [("image", grid_of(cells))]
-    return found
+        cells = next(fitting, size)
+        short = "" if cells == size else f", {merge * size} do not fit"
+        chosen[f"{name}: {merge * cells} a side{short}"] = mixes.get(cells) or [("image", grid_of(cells))]
+    return chosen
 
 
 def token_symbol(outputs: Sequence[TensorSpec]) -> Symbol | None:

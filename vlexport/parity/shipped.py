@@ -53,10 +53,10 @@ def weight_rows(inside: Inside, subject: BuildSpec) -> list[Row]:
     wrong, lost = [], []
     constants = tables_of(subject.recipe.outline(subject.config))
     for name, tensor in chain(subject.checkpoint.tensors(names), constants.items()):
-        found = _held(held, name, tensor)
-        if found is None:
+        is_held = _held(held, name, tensor)
+        if is_held is None:
             lost.append(name)
-        elif not found:
+        elif not is_held:
             wrong.append(name)
     differing = [f"{name} differs" for name in wrong]
     count = len(names) + len(constants)
@@ -95,26 +95,26 @@ def block_rows(
     """Yield a row for each block of the stored engine, on its own input.
 
     Blocks are found on a small sample. Where the format shows their rows and takes others, those of float32
-    are compared with the reference's `blocks` too, on the rows that the reference gave them; `exact` are these
-    in float64.
+    are compared with the reference's `blocks` too, on the rows that the reference gave them; `exact` are
+    these in float64.
     """
-    faint = next((each for each in samples if each.name.endswith(", faint")), samples[0])
+    faint = next((sample for sample in samples if sample.name.endswith(", faint")), samples[0])
     if not hasattr(subject.recipe.outline(subject.config), "blocks"):
         return
     if subject.quantisation is not None:
         yield unseen("engine blocks", "integers on the border of two go either way; seen end to end in L2")
     elif inside.sums is not None:
-        known = blocks if blocks and shows_blocks(inside, subject) else {}
-        larger = [each for each in samples if each.name in known]
-        found = yield from _tapped_rows(inside.sums, subject, faint, larger)
-        if found is not None:
-            places, fainter, layouts = found
+        references = blocks if blocks and shows_blocks(inside, subject) else {}
+        larger = [sample for sample in samples if sample.name in references]
+        tapped = yield from _tapped_rows(inside.sums, subject, faint, larger)
+        if tapped is not None:
+            places, fainter, layouts = tapped
             yield from _faint_rows(inside.sums, subject, faint.name, fainter, places)
-            rows = [known[each.name] for each in larger]
+            rows = [references[sample.name] for sample in larger]
             calls = list(zip(larger, layouts, rows, strict=True))
-            given = [place for place in places[1:] if place is not None]
+            sums = [place for place in places[1:] if place is not None]
             exact = exact or ExactBlocks(subject, larger)
-            yield from _forced_rows(inside.sums, subject, calls, given, exact)
+            yield from _forced_rows(inside.sums, subject, calls, sums, exact)
     elif inside.partly is not None:
         yield from _alone_rows(inside.partly, subject, faint)
     else:
@@ -137,38 +137,38 @@ def _joined(held: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
     for name, tensor in held.items():
         place = PIECE.search(name)
         parts.setdefault(PIECE.sub("", name), {})[int(place[1]) if place else 0] = tensor
-    return {name: [each[place] for place in sorted(each)] for name, each in parts.items()}
+    return {name: [pieces[place] for place in sorted(pieces)] for name, pieces in parts.items()}
 
 
 def _held(held: Mapping[str, Sequence[Tensor]], name: str, tensor: Tensor) -> bool | None:
     """Return whether the engine holds this tensor; None if nothing there corresponds to it."""
     if f"{name}.int8" in held:
         steps, scale = steps_of(tensor.float())
-        whole = [held[f"{name}.int8"], [each.T for each in held[f"{name}.int8"]]]
-        same = any(_same(each, steps.to(torch.int8)) for each in whole)
+        whole = [held[f"{name}.int8"], [piece.T for piece in held[f"{name}.int8"]]]
+        same = any(_same(pieces, steps.to(torch.int8)) for pieces in whole)
         return same and _same(held[f"{name}.scale"], scale.flatten())
     if name in held:
         return _same(held[name], tensor)
-    alike = (each for several in held.values() for each in several if each.numel() == tensor.numel())
+    alike = (piece for several in held.values() for piece in several if piece.numel() == tensor.numel())
     # Of a product over three axes the exporter keeps the transposed matrix.
-    both = (each for one in alike for each in ((one, one.T) if one.ndim == 2 else (one,)))
-    return True if any(_same([each], tensor) for each in both) else None
+    both = (piece for one in alike for piece in ((one, one.T) if one.ndim == 2 else (one,)))
+    return True if any(_same([piece], tensor) for piece in both) else None
 
 
 def _same(pieces: Sequence[Tensor], expected: Tensor) -> bool:
     """Return whether the pieces, side by side along some axis, are the tensor, filled up with zeros."""
-    wanted = expected.to(pieces[0].dtype)
-    if len(pieces) == 1 and pieces[0].numel() == wanted.numel():
-        return torch.equal(pieces[0].reshape(wanted.shape), wanted)
-    for axis in range(wanted.ndim):
+    target = expected.to(pieces[0].dtype)
+    if len(pieces) == 1 and pieces[0].numel() == target.numel():
+        return torch.equal(pieces[0].reshape(target.shape), target)
+    for axis in range(target.ndim):
         try:
             whole = torch.cat(list(pieces), axis)
         except (IndexError, RuntimeError):
             continue
-        if whole.ndim != wanted.ndim or any(a < b for a, b in zip(whole.shape, wanted.shape, strict=True)):
+        if whole.ndim != target.ndim or any(a < b for a, b in zip(whole.shape, target.shape, strict=True)):
             continue
-        inside = whole[tuple(slice(size) for size in wanted.shape)]
-        if torch.equal(inside, wanted) and bool(whole.count_nonzero() == inside.count_nonzero()):
+        inside = whole[tuple(slice(size) for size in target.shape)]
+        if torch.equal(inside, target) and bool(whole.count_nonzero() == inside.count_nonzero()):
             return True
     return False
 
@@ -188,7 +188,7 @@ def _limit(subject: BuildSpec, pixels: Sequence[MediaItem] = ()) -> Limit:
 
 
 def _exact(subject: BuildSpec, index: int, rows_NC: Tensor, layout: CallLayout) -> Exact | None:
-    """Return our block in float64 on these rows; nothing in halves. torch's was compared with the reference's.
+    """Return our block in float64 on these rows, which was compared with the reference's; nothing in halves.
 
     One call of few rows rounds by accident, so it is measured a rounding step away too.
     """
@@ -198,16 +198,16 @@ def _exact(subject: BuildSpec, index: int, rows_NC: Tensor, layout: CallLayout) 
     step, generator = torch.finfo(rows_NC.dtype).eps, torch.Generator().manual_seed(0)
     near = [rows_NC, *(moved(rows_NC, step, generator) for _ in range(NUM_NEIGHBOURS))]
     with torch.inference_mode():
-        narrow = [layout.restore(block(each, layout)) for each in near]
+        narrow = [layout.restore(block(rows, layout)) for rows in near]
         with float64_arithmetic(block):
-            wide = [layout.restore(block(each.double(), layout)) for each in near]
+            wide = [layout.restore(block(rows.double(), layout)) for rows in near]
     return Exact(wide=wide[0], nearby=list(zip(narrow[1:], wide[1:], strict=True)))
 
 
 def _tapped_rows(
     run: Sums, subject: BuildSpec, sample: Sample, larger: Sequence[Sample]
 ) -> Generator[Row, None, tuple[list[str | None], _Faint, list[CallLayout]] | None]:
-    """Find each block's rows among all sums of the engine, and compare them with those of our block on its input.
+    """Find each block's rows among all sums of the engine, and compare them with our block's on its input.
 
     Return the sums, that which the first block reads, if it is one, and what each gives. With them comes
     everything else that takes our tower, whose weights go before the engine's copies are opened again: its
@@ -224,17 +224,17 @@ def _tapped_rows(
         for index, block in enumerate(tower.blocks):
             expected = block(before, layout)
             place = _nearest(taps, expected, layout.restore)
-            given = None if place is None else taps[place].to(expected.dtype)
-            pair = (None if given is None else layout.restore(given), layout.restore(expected))
+            actual = None if place is None else taps[place].to(expected.dtype)
+            pair = (None if actual is None else layout.restore(actual), layout.restore(expected))
             limit = _limit(subject, () if index else sample.items)
             exact = partial(_exact, subject, index, before, layout)
             yield block_row(f"engine {stage_name(index)}", sample.name, pair, exact, limit)
-            before = expected if given is None else given
+            before = expected if actual is None else actual
             places.append(place)
         if None in places[1:]:
             return None
         fainter = _Faint.of(tower, subject, sample, first, fed=places[0] is not None)
-        layouts = [tower.begin(dict(prepared(subject, each.items)))[1] for each in larger]
+        layouts = [tower.begin(dict(prepared(subject, call.items)))[1] for call in larger]
     return places, fainter, layouts
 
 
@@ -281,11 +281,11 @@ class _Faint:
         items = tuple(scaled(item, min(1.0, fainter), subject.packing.levels) for item in sample.items)
         inputs, rows_NC = prepared(subject, items), first * fainter
         own_NC, layout = tower.begin(dict(inputs))
-        given = [rows_NC if index or fed else own_NC for index in range(len(tower.blocks))]
-        wanted = [
-            layout.restore(block(each, layout)) for block, each in zip(tower.blocks, given, strict=True)
+        rows = [rows_NC if index or fed else own_NC for index in range(len(tower.blocks))]
+        expected = [
+            layout.restore(block(taken, layout)) for block, taken in zip(tower.blocks, rows, strict=True)
         ]
-        return cls(items=items, inputs=inputs, rows_NC=rows_NC, given=given, layout=layout, wanted=wanted)
+        return cls(items=items, inputs=inputs, rows_NC=rows_NC, given=rows, layout=layout, wanted=expected)
 
 
 def _faint_rows(
@@ -295,28 +295,28 @@ def _faint_rows(
 
     `places` are the sums that blocks read and the last one gives, of which the first may be no sum.
     """
-    given = [place or "" for place in places[1:]]
+    sums = [place or "" for place in places[1:]]
     with torch.inference_mode():
         fed = {place: call.rows_NC for place in places[:-1] if place is not None}
-        taps = run(call.inputs, fed, given)
-        for index, wanted in enumerate(call.wanted):
-            found = taps[given[index]].to(call.rows_NC.dtype)
+        taps = run(call.inputs, fed, sums)
+        for index, expected in enumerate(call.wanted):
+            actual = taps[sums[index]].to(call.rows_NC.dtype)
             limit = _limit(subject, () if places[index] is not None else call.items)
-            pair = (call.layout.restore(found), wanted)
+            pair = (call.layout.restore(actual), expected)
             exact = partial(_exact, subject, index, call.given[index], call.layout)
             yield block_row(f"engine {stage_name(index)}", f"{name} rows", pair, exact, limit)
 
 
 def _nearest(taps: Taps, rows_NC: Tensor, restore: Callable[[Tensor], Tensor]) -> str | None:
-    wanted = restore(rows_NC).double()
-    near, found = NEAREST * float(wanted.norm()), None
-    for name, given in taps.items():
-        if given.shape == rows_NC.shape:
-            away = float((restore(given).double() - wanted).norm())
+    expected = restore(rows_NC).double()
+    near, nearest = NEAREST * float(expected.norm()), None
+    for name, rows in taps.items():
+        if rows.shape == rows_NC.shape:
+            away = float((restore(rows).double() - expected).norm())
             # What is no number is nearest to nothing.
             if away < near:
-                near, found = away, name
-    return found
+                near, nearest = away, name
+    return nearest
 
 
 def _alone_rows(run: Partly, subject: BuildSpec, sample: Sample) -> Iterator[Row]:
@@ -332,17 +332,17 @@ def _alone_rows(run: Partly, subject: BuildSpec, sample: Sample) -> Iterator[Row
             for name, value in tower.state_dict().items()
         }
         with torch.inference_mode():
-            wanted = functional_call(tower, state, (dict(inputs),))
-        given, exact = run(inputs, off), functools.cache(partial(_exact_alone, subject, sample, off))
-        for name, expected in wanted.items():
-            pair, limit = (given.get(name), expected), _limit(subject, sample.items)
+            ours = functional_call(tower, state, (dict(inputs),))
+        stored, exact = run(inputs, off), functools.cache(partial(_exact_alone, subject, sample, off))
+        for name, expected in ours.items():
+            pair, limit = (stored.get(name), expected), _limit(subject, sample.items)
             wide = partial(_of_output, exact, name)
             yield block_row(f"engine {stage_name(index)}", sample.name, pair, wide, limit)
 
 
 def _of_output(exact: Callable[[], Mapping[str, Tensor]], name: str) -> Exact | None:
-    found = exact().get(name)
-    return None if found is None else Exact(wide=found)
+    wide = exact().get(name)
+    return None if wide is None else Exact(wide=wide)
 
 
 def _exact_alone(subject: BuildSpec, sample: Sample, off: Callable[[str], bool]) -> Mapping[str, Tensor]:
@@ -354,6 +354,6 @@ def _exact_alone(subject: BuildSpec, sample: Sample, off: Callable[[str], bool])
         if off(name):
             weight.data = torch.zeros_like(weight.data)
     with torch.inference_mode(), float64_arithmetic(tower, sample.items) as items:
-        patches = torch.cat([each.patches for each in items])
-        found: dict[str, Tensor] = tower({**prepared(subject, sample.items), "patches": patches})
-    return found
+        patches = torch.cat([item.patches for item in items])
+        outputs: dict[str, Tensor] = tower({**prepared(subject, sample.items), "patches": patches})
+    return outputs

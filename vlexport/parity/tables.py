@@ -128,7 +128,8 @@ def check_tables(tables: Mapping[str, Tensor], items: Sequence[MediaItem], packi
     listed = {name: table.tolist() for name, table in tables.items() if not table.is_floating_point()}
     slots, faults = _slots(listed, cells)
     sizes = {
-        (each.item, each.number): [each.rows * call.merge, each.columns * call.merge] for each in call.pieces
+        (piece.item, piece.number): [piece.rows * call.merge, piece.columns * call.merge]
+        for piece in call.pieces
     }
     frame = {(piece.item, piece.number): [piece.frame] * unit for piece in call.pieces}
     rows: dict[str, Iterable[list[Any]]] = {
