@@ -128,13 +128,13 @@ def tiny(model_type: str) -> tuple[dict[str, Any], Any]:
     """Return settings and class of a tiny model; some language models keep their sizes."""
     from transformers import AutoConfig
 
-    from vlexport.vision.features.classes import made
+    from vlexport.vision.features.classes import vision_model
 
     for wanted, layers in REACHES:
         try:
             config = shrunk(AutoConfig.for_model(model_type), wanted, layers)
             settings = json.loads(config.to_json_string(use_diff=False))
-            return settings, made(model_type, settings, "eager", meta=True)
+            return settings, vision_model(model_type, settings, "eager", meta=True)
         except Exception as error:  # noqa: BLE001  configurations raise errors of their own
             problem = error
     raise problem

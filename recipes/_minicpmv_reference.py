@@ -67,7 +67,7 @@ RELEASES: Mapping[tuple[int, int], Release] = {
 class SliceFacts:
     """Everything about one checkpoint's tower and resampler.
 
-    Named like the fields of `TowerSizes` and read apart from them, which the reference judges.
+    Named like the fields of `TowerSizes` and read apart from them, because these are checked.
     """
 
     release: Release
@@ -175,7 +175,7 @@ def _is_run(name: str, depth: int) -> bool:
 Floats = npt.NDArray[np.float32]
 
 
-class OneByOne:
+class SliceReference:
     """An independent encoder and attention, float32. `encoder` has the parts of a SigLIP-like tower."""
 
     def __init__(self, facts: SliceFacts, encoder: nn.Module) -> None:
@@ -285,7 +285,7 @@ def resized(table: Tensor, piece: Slice, *, antialias: bool) -> Tensor:
     return image.flatten(2)[0].T.to(table.dtype)
 
 
-def one_by_one(checkpoint: Checkpoint) -> OneByOne:
+def slice_reference(checkpoint: Checkpoint) -> SliceReference:
     from transformers import Idefics2VisionConfig
     from transformers.models.idefics2.modeling_idefics2 import Idefics2VisionTransformer
 
@@ -303,7 +303,7 @@ def one_by_one(checkpoint: Checkpoint) -> OneByOne:
                 hidden_act=facts.activation,
             )
         )
-        slow = OneByOne(facts, encoder)
+        slow = SliceReference(facts, encoder)
     weights = as_others(checkpoint.tensors(stored_names(checkpoint, facts.depth), dtype="float32"))
     slow.module.load_state_dict(dict(weights), strict=True, assign=True)
     return slow

@@ -11,7 +11,7 @@ from vlexport.codec import JsonObject
 from vlexport.recipe import Limit, Recipe
 from vlexport.specs import MediaItem, Pixels
 from vlexport.vision.features.calls import ATTENTION
-from vlexport.vision.features.classes import feature_class, keep_only, made, stored_names
+from vlexport.vision.features.classes import feature_class, keep_only, stored_names, vision_model
 from vlexport.vision.features.packing import ImagePacking, PooledPacking, TablePacking
 from vlexport.vision.features.pixels import ImageRule, Processor, per_frame, to_item
 from vlexport.vision.features.stock import StockFeatures
@@ -91,13 +91,13 @@ def packing(config: Config) -> ImagePacking | TablePacking:
 
 
 def tower(config: Config) -> FeatureTower:
-    model = made(config.model_type, config.settings, ATTENTION)
+    model = vision_model(config.model_type, config.settings, ATTENTION)
     keep_only(model, config.weights)
     return FeatureTower(model, packing(config), form=config.form)
 
 
 def names(checkpoint: Checkpoint, config: Config, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, str]:
-    model = made(config.model_type, config.settings, ATTENTION, meta=True)
+    model = vision_model(config.model_type, config.settings, ATTENTION, meta=True)
     stored = {name: checkpoint.stored(name).shape for name in checkpoint.tensor_names()}
     return stored_names(model, shapes, stored, checkpoint.source, PREFIX)
 
@@ -106,7 +106,7 @@ def reference(checkpoint: Checkpoint) -> StockFeatures:
     """Return the class as it is, with its own attention and tables."""
     config = Config.read(checkpoint)
     # SDPA is what our attention calls as well; a reference that rounds alike could be the tower itself.
-    model = made(config.model_type, config.settings, "eager")
+    model = vision_model(config.model_type, config.settings, "eager")
     keep_only(model, config.weights)
     shapes = {PREFIX + name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     stored = {

@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from vlexport.recipes._minicpmv_reference import one_by_one
+from vlexport.recipes._minicpmv_reference import slice_reference
 
 from vlexport.checkpoint import MAX_LAYERS, PROCESSOR_FIELDS, Checkpoint, ConfigView
 from vlexport.errors import InputError, UnknownModelError
@@ -38,7 +38,13 @@ from vlexport.vision.attention.layout import CallLayout
 from vlexport.vision.attention.packing import Mixes, Packing, Structure
 from vlexport.vision.attention.segmentation import CallSizes, Segmentation, Segments, SegmentSizes
 from vlexport.vision.blocks import Block, FusedAttention, GeluMlp, LayerNorm, PatchKernel, SplitAttention
-from vlexport.vision.preprocess import NO_SETTINGS, Levels, channels_first, first_rows, seconds_per_grid
+from vlexport.vision.preprocess import (
+    NO_SETTINGS,
+    PixelNormalisation,
+    channels_first,
+    first_rows,
+    seconds_per_grid,
+)
 from vlexport.vision.resampler import Resampler, grid_waves, resized_places, time_waves
 from vlexport.vision.slices import NO_TIME, groups_of, rows_of_image, slice_sizes
 from vlexport.vision.tower import StagedTower
@@ -196,8 +202,8 @@ class SliceRule:
         return 3 * self.patch**2
 
     @property
-    def levels(self) -> Levels:
-        return Levels(mean=self.mean, std=self.std, divisor=255.0)
+    def levels(self) -> PixelNormalisation:
+        return PixelNormalisation(mean=self.mean, std=self.std, divisor=255.0)
 
     @property
     def most_patches(self) -> int:
@@ -763,7 +769,7 @@ def expand(config: Config, item: PromptItem) -> str:
 
 def reference(checkpoint: Checkpoint) -> Reference:
     """Return the tower of transformers and the attention of torch with the same weights, nothing packed."""
-    slow: Reference = one_by_one(checkpoint)
+    slow: Reference = slice_reference(checkpoint)
     return slow
 
 

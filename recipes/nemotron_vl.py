@@ -37,8 +37,8 @@ from vlexport.vision.preprocess import (
     CLIP,
     MAX_ASPECT,
     NO_SETTINGS,
-    Levels,
     PatchRule,
+    PixelNormalisation,
     ResizeRule,
     channels_first,
     normalisation,
@@ -226,7 +226,7 @@ def preprocess(config: Config, pixels: Pixels) -> MediaItem:
         sides = image_sides(height, width, rule)
     else:
         sides = video_sides(1.0 if config.square else width / height, rule, square=config.square)
-        levels = Levels(mean=rule.mean, std=rule.std, divisor=255.0)
+        levels = PixelNormalisation(mean=rule.mean, std=rule.std, divisor=255.0)
     size = (sides[0] * rule.patch, sides[1] * rule.patch)
     if is_image and config.tiles:
         frames = tiles_of(frames_TCHW, size[0], config)
@@ -452,7 +452,7 @@ class PatchGenerator(nn.Module):
     def places(self, places_N3: Tensor) -> Tensor:
         """Stretch the table over a square as long as the frame's longer side, bilinear, in float32."""
         places_N3 = places_N3.float()
-        # No clamp: TensorRT makes a ReLU of it, whose number is held to that of the program.
+        # No clamp: TensorRT makes a ReLU of it, whose number is compared with that of the program.
         at_N2 = F.relu((places_N3[:, :2] + 0.5) * (self.side / places_N3[:, 2:]) - 0.5)
         return rows_between(self.pos_embed[0], self.side, at_N2)
 
@@ -483,7 +483,7 @@ class Tower(StagedTower):
     def finish(self, x: Tensor, layout: CallLayout) -> dict[str, Tensor]:
         merged = layout.inputs["merged"]
         x_NC = self.vision_final_layernorm(layout.restore(x).index_select(0, merged.flatten()))
-        # Sizes are explicit because torch.export holds inferred ones to be other than 1.
+        # Sizes are explicit because torch.export takes inferred ones for other than 1.
         return {"embeds": self.mlp1(x_NC.reshape(merged.shape[0], merged.shape[1] * x_NC.shape[-1]))}
 
 

@@ -209,7 +209,7 @@ def test_every_argument_of_a_build_is_in_its_key_or_changes_no_file(tmp_path, mo
         "backend": "eager",
         "dtype": "bfloat16",
         "input_dtype": "uint8",
-        "quantise": "int8",
+        "quantize": "int8",
         "profile": bounds,
         "fp32_layers": {"merger.ln_q": "float32"},
         "selector": "vidcom2",

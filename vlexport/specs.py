@@ -174,7 +174,7 @@ class Precision:
     quantisation: Quantisation | None = None
 
 
-def is_quantisable(name: str, num_axes: int) -> bool:
+def is_quantizable(name: str, num_axes: int) -> bool:
     """Return whether a tensor is a matrix of a block; other layers are a few percent of weights and work."""
     return num_axes == 2 and "blocks" in name.split(".")
 

@@ -78,7 +78,7 @@ def precisions(
                     Checkpoint.open(folders[0]),
                     backend=backend.name,
                     dtype=each.dtype,
-                    quantise=quantise,
+                    quantize=quantise,
                     into=Path(place) / "engines",
                 )
                 bundle = build_checkpoint(spec).bundle

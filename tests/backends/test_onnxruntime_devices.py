@@ -130,7 +130,7 @@ def test_precisions_are_those_of_the_device(library: Library) -> None:
     for given, message in (
         ({"dtype": "float16"}, "in float32 and int8 alone. Add --device cuda"),
         (
-            {"dtype": "float32", "quantise": "int8", "device": "cuda"},
+            {"dtype": "float32", "quantize": "int8", "device": "cuda"},
             "kernels for integers are those of the CPU",
         ),
         ({"dtype": "float32", "device": "tpu"}, "'tpu' with backend 'onnxruntime': cpu or cuda expected"),

@@ -23,8 +23,8 @@ from vlexport.parity.samples import random_items
 from vlexport.recipe import recipe_for, tried_classes
 from vlexport.specs import Pixels
 from vlexport.vision.attention.layout import LAYOUTS
-from vlexport.vision.features.calls import Together
-from vlexport.vision.features.classes import made
+from vlexport.vision.features.calls import UncutRows
+from vlexport.vision.features.classes import vision_model
 from vlexport.vision.features.pixels import (
     Processor,
     image_rule,
@@ -365,7 +365,8 @@ def test_a_bundle_gives_a_row_for_each_token_that_the_models_processor_makes(mod
     folder = write_checkpoint(model_type, tmp_path / "tiny")
     kind, settings = PROCESSORS[name]
     side = first(
-        made(model_type, json.loads((folder / "config.json").read_text()), "eager", meta=True), "image_size"
+        vision_model(model_type, json.loads((folder / "config.json").read_text()), "eager", meta=True),
+        "image_size",
     )
     settings = json.loads(json.dumps(settings).replace("32", str(side)).replace("64", str(2 * side)))
     file = {"image_processor_type": f"{kind}ImageProcessor", **settings}
@@ -382,7 +383,7 @@ def test_a_bundle_gives_a_row_for_each_token_that_the_models_processor_makes(mod
     images = theirs(kind, settings, picture(90, 140))["pixel_values"]
     # All tiles as one: classes join them by the size of the picture, which is the decoder's part.
     alone: dict[str, Any] = {} if model_type == "smolvlm" else {"image_sizes": []}
-    with torch.inference_mode(), Together():
+    with torch.inference_mode(), UncutRows():
         found = model.get_image_features(images.flatten(0, -4)[None] if not alone else images[0], **alone)
     rows_of = found.pooler_output
     wanted = torch.cat([each.flatten(0, -2) for each in rows_of])

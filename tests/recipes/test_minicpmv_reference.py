@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import Idefics2VisionConfig, SiglipVisionConfig, SiglipVisionModel
 from transformers.models.idefics2.modeling_idefics2 import Idefics2VisionTransformer
-from vlexport.recipes._minicpmv_reference import OneByOne
+from vlexport.recipes._minicpmv_reference import SliceReference
 
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
 from vlexport.checkpoint import Checkpoint
@@ -36,7 +36,7 @@ def test_the_reference_sees_what_the_whole_class_sees(
 ) -> None:
     """transformers' class, its own places included, on one slice as a plain image."""
     reference = RECIPE.reference(checkpoints[version])
-    assert isinstance(reference, OneByOne)
+    assert isinstance(reference, SliceReference)
     sizes: Any = {
         "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2,
         "image_size": 140, "patch_size": 14,
@@ -66,6 +66,6 @@ def test_the_reference_agrees_with_a_file_of_weights_alone(
     attention = nn.MultiheadAttention(256, 2)
     attention.load_state_dict({name.removeprefix("resampler.attn."): value for name, value in stored.items()})
     reference = RECIPE.reference(checkpoint)
-    assert isinstance(reference, OneByOne)
+    assert isinstance(reference, SliceReference)
     for name, value in reference.resampler.attn.state_dict().items():
         assert torch.equal(value, attention.state_dict()[name])

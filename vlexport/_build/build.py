@@ -171,7 +171,7 @@ def build(  # noqa: PLR0913  what the command line offers, in one place
     of_checkpoint: dict[str, Any] = {
         "dtype": None if dtype is None else dtype_name(dtype),
         "profile": profile,
-        "quantise": quantize,
+        "quantize": quantize,
         "input_dtype": input_dtype,
         "lora": lora,
         "recipe": recipe,
@@ -211,8 +211,8 @@ def build_job(job: str, progress: Progress) -> str:
 def _spec_of(
     graph: Graph, backend: str, options: Options | None, selector: str | None, into: str | Path
 ) -> BuildSpec:
-    quantise = graph.quantisation.name if graph.quantisation else None
-    require(chosen := find_backend(backend), graph.dtype, quantise, graph.input_dtype)
+    quantize = graph.quantisation.name if graph.quantisation else None
+    require(chosen := find_backend(backend), graph.dtype, quantize, graph.input_dtype)
     if graph.form != chosen.form:
         raise UnsupportedError(
             f"the graph has attention form '{graph.form}', and backend '{backend}' wants '{chosen.form}'. "

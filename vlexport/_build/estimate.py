@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from vlexport.specs import Quantisation, is_quantisable
+from vlexport.specs import Quantisation, is_quantizable
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 MIB = 2**20
@@ -71,13 +71,13 @@ class DeviceNeeds:
 class TowerScale:
     """Sizes of a tower: its weights, the values that its widest block computes per patch, its input rows.
 
-    num_quantisable  weights that a quantized build stores as integers
+    num_quantizable  weights that a quantized build stores as integers
     """
 
     num_weights: int
     block_values: int
     row_width: int
-    num_quantisable: int = 0
+    num_quantizable: int = 0
 
     @classmethod
     def of(cls, shapes: Mapping[str, tuple[int, ...]], row_width: int) -> TowerScale:
@@ -90,13 +90,13 @@ class TowerScale:
             num_weights=sum(math.prod(shape) for shape in shapes.values()),
             block_values=max(outputs.values(), default=0),
             row_width=row_width,
-            num_quantisable=sum(
-                math.prod(shape) for name, shape in shapes.items() if is_quantisable(name, len(shape))
+            num_quantizable=sum(
+                math.prod(shape) for name, shape in shapes.items() if is_quantizable(name, len(shape))
             ),
         )
 
     def stored(self, dtype: str, quantisation: Quantisation | None) -> int:
-        integers = self.num_quantisable if quantisation else 0
+        integers = self.num_quantizable if quantisation else 0
         return (self.num_weights - integers) * ITEMSIZE[dtype] + integers
 
 

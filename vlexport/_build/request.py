@@ -24,7 +24,7 @@ def request(  # noqa: PLR0913  one argument per option of the command line
     backend: str = "onnxruntime",
     dtype: str = "float32",
     input_dtype: str = PIXELS,
-    quantise: str | None = None,
+    quantize: str | None = None,
     profile: str | ShapeProfile | MediaBounds | None = None,
     fp32_layers: Mapping[str, str] | None = None,
     selector: str | None = None,
@@ -44,7 +44,7 @@ def request(  # noqa: PLR0913  one argument per option of the command line
     """
     # Whatever needs no tower is refused first: recipes import torch.
     engine = find_backend(backend)
-    capability = require(engine, dtype, quantise, input_dtype, device)
+    capability = require(engine, dtype, quantize, input_dtype, device)
     engine.options(targets, (), limits)
     source = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint.open(checkpoint)
     source = source if lora is None else source.adapted(Adapter.open(lora))

@@ -63,7 +63,7 @@ def runs_here(backend: Backend, precision: Precision | None = None) -> bool:
 def require(
     backend: Backend,
     dtype: str,
-    quantise: str | None = None,
+    quantize: str | None = None,
     input_dtype: str = PIXELS,
     device: str | None = None,
 ) -> Capability:
@@ -77,20 +77,20 @@ def require(
             f"device '{device}' with backend '{backend.name}': "
             + (f"{choice} expected." if choice else "it has no choice of devices. Leave device out.")
         )
-    capability = capability_of(backend, dtype, quantise)
+    capability = capability_of(backend, dtype, quantize)
     if capability is None:
         every = [capability for name in backend_names() for capability in find_backend(name).capabilities]
         schemes = {capability.quantisation.name for capability in every if capability.quantisation}
-        if quantise is not None and quantise not in schemes:
+        if quantize is not None and quantize not in schemes:
             raise UnsupportedError(
-                f"quantize {quantise} given, {' or '.join(sorted(schemes))} expected. "
+                f"quantize {quantize} given, {' or '.join(sorted(schemes))} expected. "
                 "Leave it out for floats."
             )
         if dtype in schemes:
             raise UnsupportedError(f"dtype '{dtype}' given, a floating dtype expected. Pass it as quantize.")
-        precision = f"{dtype} with weights in {quantise}" if quantise else dtype
+        precision = f"{dtype} with weights in {quantize}" if quantize else dtype
         served = sorted(capability.spelled for capability in backend.capabilities)
-        able = _serving(dtype, quantise)
+        able = _serving(dtype, quantize)
         spelled = sorted({capability.spelled for capability in every})
         instead = (
             f"{precision} is served by: {', '.join(able)}."
@@ -108,23 +108,23 @@ def require(
         raise MisfitError(f"backend '{backend.name}' cannot be used here: {reason}")
     unable = backend.cannot_compute(capability.precision, device)
     if unable is not None:
-        precision = f"quantize {quantise}" if quantise else f"dtype {dtype}"
-        others = ", ".join(name for name in _serving(dtype, quantise) if name != backend.name)
-        elsewhere = f" {quantise or dtype} is served by: {others}." if others else ""
+        precision = f"quantize {quantize}" if quantize else f"dtype {dtype}"
+        others = ", ".join(name for name in _serving(dtype, quantize) if name != backend.name)
+        elsewhere = f" {quantize or dtype} is served by: {others}." if others else ""
         raise UnsupportedError(f"{precision} with backend '{backend.name}': {unable}{elsewhere}")
     return capability
 
 
-def _serving(dtype: str, quantise: str | None) -> list[str]:
-    return [name for name in backend_names() if capability_of(find_backend(name), dtype, quantise)]
+def _serving(dtype: str, quantize: str | None) -> list[str]:
+    return [name for name in backend_names() if capability_of(find_backend(name), dtype, quantize)]
 
 
-def capability_of(backend: Backend, dtype: str, quantise: str | None = None) -> Capability | None:
+def capability_of(backend: Backend, dtype: str, quantize: str | None = None) -> Capability | None:
     """Return the capability of a dtype and of a quantisation by its name, if the backend has it."""
     for capability in backend.capabilities:
         if (
             capability.dtype == dtype
-            and (capability.quantisation.name if capability.quantisation else None) == quantise
+            and (capability.quantisation.name if capability.quantisation else None) == quantize
         ):
             return capability
     return None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from vlexport.checkpoint.adapter import AdaptedWeights, Adapter
 from vlexport.checkpoint.config import PROCESSOR_FIELDS, TEXT_FIELDS, ConfigView, read_config
 from vlexport.checkpoint.files import FLOATS, JoinedWeights, StoredTensor, WeightFiles, digest_of
-from vlexport.checkpoint.quantised import FORMATS, QuantisedWeights, settings_of
+from vlexport.checkpoint.quantised import FORMATS, QuantizedWeights, settings_of
 from vlexport.checkpoint.source import Location, listed, locate
 from vlexport.errors import CheckpointError, UnsupportedError
 
@@ -67,7 +67,7 @@ class Checkpoint:
             revision=location.revision,
             config=config.values,
             location=location,
-            weights=JoinedWeights(files if settings is None else QuantisedWeights(files, settings)),
+            weights=JoinedWeights(files if settings is None else QuantizedWeights(files, settings)),
         )
         return opened if lora is None else opened.adapted(Adapter.open(lora))
 
@@ -81,10 +81,10 @@ class Checkpoint:
         return replace(self, weights=JoinedWeights(adapted), adapter=adapter)
 
     @property
-    def quantisation(self) -> QuantisedWeights | None:
+    def quantisation(self) -> QuantizedWeights | None:
         weights = self.weights.base
         weights = weights.base if isinstance(weights, AdaptedWeights) else weights
-        return weights if isinstance(weights, QuantisedWeights) else None
+        return weights if isinstance(weights, QuantizedWeights) else None
 
     def quantised(self, names: Iterable[str]) -> str | None:
         """Return how these tensors are stored, as text; None where none of them is quantised."""

@@ -110,7 +110,7 @@ class Format:
     skipped: str = "modules_to_not_convert"
 
 
-class QuantisedWeights(ComputedWeights):
+class QuantizedWeights(ComputedWeights):
     """The tensors of a checkpoint some of whose weights are quantised, under the names of the weights."""
 
     base: WeightFiles

@@ -71,7 +71,7 @@ class BuildOptions:
         names = ("checkpoint", "lora", "recipe", "backend", "dtype", "input_dtype", "selector", "device")
         return {
             **{name: getattr(self, name) for name in names},
-            "quantise": self.quantize,
+            "quantize": self.quantize,
             "profile": self._profile(),
             "targets": self.targets.split(",") if self.targets else (),
             "limits": BuildLimits(**limits) if limits else None,

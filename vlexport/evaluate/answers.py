@@ -1,7 +1,7 @@
 """The accuracy check with L4: answers to questions from the engine's embeddings and from the reference's.
 
 Both meet the same decoder. It is fed the reference's answer token by token, and log-probabilities and the
-chosen tokens are compared there; an answer that differs is generated, and judged by the task. What a
+chosen tokens are compared there; an answer that differs is generated, and compared with the task's. What a
 precision costs by itself is measured the same way, with the reference in that precision.
 """
 
@@ -21,9 +21,9 @@ from vlexport.bundle import Bundle
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import UnsupportedError
 from vlexport.evaluate.tasks import Question, questions_of
-from vlexport.evaluate.teacher_forcing import Forced, force
+from vlexport.evaluate.teacher_forcing import ForcedAnswer, force
 from vlexport.parity import check as parity
-from vlexport.parity.noise import in_dtype, quantised_reference, steady_arithmetic
+from vlexport.parity.noise import in_dtype, quantized_reference, steady_arithmetic
 from vlexport.parity.pixels import reference_of
 from vlexport.parity.report import ParityReport, Row
 from vlexport.runtime.decoder import DecoderOptions, language_of, no_language
@@ -66,7 +66,7 @@ class Tally:
     kl: list[Tensor] = field(default_factory=list)
     same: list[bool] = field(default_factory=list)
 
-    def add(self, question: Question, text: str, whole: Forced, forced: Forced) -> None:
+    def add(self, question: Question, text: str, whole: ForcedAnswer, forced: ForcedAnswer) -> None:
         self.right.append(question.is_right(text))
         self.kl.append(whole.divergence(forced))
         self.same += forced.same
@@ -118,7 +118,7 @@ def answer_rows(
     with steady_arithmetic():
         sides: dict[str, Run] = {"reference": reference_of(subject).run}
         if subject.quantisation is not None:
-            sides["rounded"] = quantised_reference(subject).run
+            sides["rounded"] = quantized_reference(subject).run
         elif subject.dtype != "float32":
             rounded = reference_of(subject)
             sides["rounded"] = lambda items: in_dtype(rounded, items, subject.dtype)

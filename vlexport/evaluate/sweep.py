@@ -2,7 +2,7 @@
 
 Every question is answered without pruning first. Then each selector prunes its video at each rate, to the
 same number of tokens, and the decoder is fed the first answer token by token: its logits there are compared
-with the un-pruned ones. An answer that differs is generated too, and judged by the task.
+with the un-pruned ones. An answer that differs is generated too, and compared with the task's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vlexport.codec import checked
 from vlexport.errors import RequestError, VlexportError
 from vlexport.evaluate.baselines import BASELINES
 from vlexport.evaluate.tasks import Question, read_task
-from vlexport.evaluate.teacher_forcing import Forced, force
+from vlexport.evaluate.teacher_forcing import ForcedAnswer, force
 from vlexport.positions.rules import check_rate
 from vlexport.pruning.methods import METHODS
 from vlexport.pruning.selectors import Selector
@@ -225,7 +225,7 @@ class _Trial:
     item: Encoded
     seconds: float
     answer: Answer
-    whole: Forced | None = None
+    whole: ForcedAnswer | None = None
     known: dict[bytes, Outcome] = field(default_factory=dict)
 
 
@@ -309,7 +309,7 @@ class Runner:
 
     def _judged(
         self, trial: _Trial, steps: AnswerGenerator, request: Request, state: RequestState
-    ) -> tuple[Outcome, Forced]:
+    ) -> tuple[Outcome, ForcedAnswer]:
         state = steps.prefill(state)
         with state.timing("prefill"):
             self.sampler.choose(state.logits)  # waits for a device

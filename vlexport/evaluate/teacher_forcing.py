@@ -18,18 +18,18 @@ from vlexport.runtime.request import RequestState
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Forced:
+class ForcedAnswer:
     """Log-probabilities at the tokens of an answer, and for each token whether it would be chosen."""
 
     logs_AV: Tensor
     same: tuple[bool, ...]
 
-    def divergence(self, other: Forced) -> Tensor:
+    def divergence(self, other: ForcedAnswer) -> Tensor:
         """Return KL(self, other) in nats for each token of the answer."""
         return (self.logs_AV.exp() * (self.logs_AV - other.logs_AV)).sum(-1).clamp(min=0.0)
 
 
-def force(decoder: Decoder, state: RequestState, token_ids: Sequence[int]) -> Forced:
+def force(decoder: Decoder, state: RequestState, token_ids: Sequence[int]) -> ForcedAnswer:
     """Feed an answer to the decoder after a prefilled prompt."""
     table_RN, sampler = state.positions.table_RN, Sampler(state.request.generation)
     logits = [state.logits]
@@ -37,7 +37,7 @@ def force(decoder: Decoder, state: RequestState, token_ids: Sequence[int]) -> Fo
         positions_R1 = decode_positions(state.positions.delta, len(state.embeds) + number, rows=len(table_RN))
         logits.append(state.turn.step(decoder.embed(torch.tensor([token_id])), positions_R1))
     chosen = map(sampler.choose, logits)
-    return Forced(
+    return ForcedAnswer(
         logs_AV=torch.stack(logits).double().log_softmax(-1),
         same=tuple(one == other for one, other in zip(chosen, token_ids, strict=True)),
     )

@@ -26,7 +26,7 @@ from onnxscript.values import Op
 from vlexport.errors import UnsupportedError
 from vlexport.onnx.attention import CONTRIB, DOMAIN, OURS, THEIRS, define
 from vlexport.onnx.passes import constant, is_linear, take_over
-from vlexport.specs import is_quantisable
+from vlexport.specs import is_quantizable
 
 LARGEST: Final = 127
 
@@ -113,7 +113,7 @@ def store(model: ir.Model) -> list[str]:
 def check_complete(stored: list[str], weights: Mapping[str, Sized]) -> None:
     """Refuse a tower some of whose matrices stayed floating point: what is promised is not there."""
     missing = sorted(
-        {name for name, weight in weights.items() if is_quantisable(name, weight.ndim)} - set(stored)
+        {name for name, weight in weights.items() if is_quantizable(name, weight.ndim)} - set(stored)
     )
     if missing:
         raise UnsupportedError(
@@ -126,7 +126,7 @@ def _layers(graph: ir.Graph) -> Iterator[tuple[ir.Node, str]]:
     for node in filter(is_linear, graph):
         weight = node.inputs[1]
         name = weight.name or "" if weight is not None else ""
-        if name in graph.initializers and is_quantisable(name, 2):
+        if name in graph.initializers and is_quantizable(name, 2):
             yield node, name
 
 

@@ -15,7 +15,7 @@ from vlexport.parity.limits import Answer, blocked
 from vlexport.parity.reference import ReferenceOutputs
 from vlexport.parity.report import Row, count_row
 from vlexport.parity.samples import Sample
-from vlexport.vision.preprocess import Levels
+from vlexport.vision.preprocess import PixelNormalisation
 
 # Patches that hold more than noise about their mean: random ones deviate by about all of their size.
 LEAST_SPREAD = 0.1
@@ -57,7 +57,7 @@ def _num_rows(answer: Answer) -> int:
     return sum(map(len, answer.outputs.values()))
 
 
-def sample_row(samples: Sequence[Sample], levels: Levels | None = None) -> Row:
+def sample_row(samples: Sequence[Sample], levels: PixelNormalisation | None = None) -> Row:
     """Return the row that counts patches which could hide a fault: equal to others, or all but constant."""
     if not samples:
         return blocked("L0", "-", "no shape that could be compared fits the profile")

@@ -391,7 +391,7 @@ class Checker:
         depth = len(next(iter(truths.blocks.values())))
         subject = self.subject.in_float32()
         if depth <= DEEP or (self.inside is not None and shows_blocks(self.inside, self.subject)):
-            # Engines of parts cost more than the build; the stored one is held to these blocks by itself.
+            # Engines of parts cost more than the build; the stored one is compared with these blocks.
             subject = replace(subject, backend=None)
         stages = forced(subject, self.rules.profile, chosen, truths.blocks)
         for number, (name, stage, rows) in enumerate(stages):

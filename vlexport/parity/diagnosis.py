@@ -16,7 +16,7 @@ from torch import Tensor
 from vlexport._build.spec import BuildSpec
 from vlexport.parity.limits import BLOCK_LIMIT, block_limit, block_row, step_of
 from vlexport.parity.metrics import Exact, Metrics, compare
-from vlexport.parity.noise import quantised_reference, steady_arithmetic
+from vlexport.parity.noise import quantized_reference, steady_arithmetic
 from vlexport.parity.parts import (
     BEGIN,
     StageRun,
@@ -79,7 +79,7 @@ def layer_curve(subject: BuildSpec, profile: ShapeProfile, sample: Sample) -> La
     flat, single = _flat(sample), _single_window(subject)
     with steady_arithmetic():
         exact = subject.quantisation is None
-        reference = reference_of(subject) if exact else quantised_reference(subject)
+        reference = reference_of(subject) if exact else quantized_reference(subject)
         levels = staged(subject.tower()).levels
         calls = [(probe, *reference.blocks(probe.items)) for probe in (sample, flat, single)]
         wide = ExactBlocks(subject, [probe for probe, _, _ in calls]) if subject.is_exact else None

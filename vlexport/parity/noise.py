@@ -22,7 +22,7 @@ from vlexport.errors import UnsupportedError
 from vlexport.parity.metrics import Metrics
 from vlexport.parity.pixels import reference_of
 from vlexport.recipe import Limit, Reference
-from vlexport.specs import MediaItem, Quantisation, is_quantisable
+from vlexport.specs import MediaItem, Quantisation, is_quantizable
 
 LARGEST = 127.0
 # Values of a matrix that a pass in float64 casts where it is used, and its rows that are cast at once.
@@ -169,7 +169,7 @@ def origin_of(quantisation: Quantisation) -> str:
     return f"noise of the reference with {what} in {quantisation.name} on this input"
 
 
-def quantised_reference(subject: BuildSpec) -> Reference:
+def quantized_reference(subject: BuildSpec) -> Reference:
     """Return the reference with the weights of its blocks on the grid of int8, in float32 arithmetic.
 
     Where kernels round what a layer takes, so do these layers.
@@ -178,7 +178,7 @@ def quantised_reference(subject: BuildSpec) -> Reference:
     assert scheme is not None
     names = subject.recipe.weight_names(subject.checkpoint, subject.config)
     shapes = {stored: subject.checkpoint.stored(stored).shape for stored in names.values()}
-    chosen = {stored for name, stored in names.items() if is_quantisable(name, len(shapes[stored]))}
+    chosen = {stored for name, stored in names.items() if is_quantizable(name, len(shapes[stored]))}
     view = _OnGrid.of(subject.checkpoint, chosen, scheme.group)
     reference = reference_of(subject, view)
     layers = [layer for layer in reference.module.modules() if isinstance(layer, nn.Linear)]

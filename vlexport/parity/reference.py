@@ -17,7 +17,7 @@ from vlexport.parity.noise import (
     in_dtype,
     in_float64,
     origin_of,
-    quantised_reference,
+    quantized_reference,
     steady_arithmetic,
     tables_of,
 )
@@ -32,8 +32,8 @@ BlockRows = Sequence[tuple[Tensor, Tensor]]
 WIDER, STEPS = "bfloat16", 8.0
 # Beyond this depth the noise of a whole tower hides small faults, so every block is checked by itself.
 DEEP = 8
-# The float64 pass is measured on calls of at most this many patches; larger ones are held to float32, with
-# the largest noise of the others.
+# The float64 pass is measured on calls of at most this many patches; larger ones are compared in float32,
+# with the largest noise of the others.
 MAX_WIDE_PATCHES, MAX_WIDE_PATCHES_HEAVY = 1024, 128
 
 
@@ -228,6 +228,6 @@ def _coarse(subject: BuildSpec, samples: Sequence[Sample], progress: Progress) -
     if subject.is_exact:
         return {}
     scheme = subject.quantisation
-    reference = quantised_reference(subject) if scheme else reference_of(subject)
+    reference = quantized_reference(subject) if scheme else reference_of(subject)
     every = tracked(samples, progress, f"reference in {scheme.name if scheme else subject.dtype}")
     return {sample.name: in_dtype(reference, sample.items, subject.dtype) for sample in every}

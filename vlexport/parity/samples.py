@@ -18,7 +18,7 @@ from vlexport.errors import InputError, LimitError
 from vlexport.parity.report import Row
 from vlexport.recipe import Recipe
 from vlexport.specs import MediaItem, Multiple, Range, ShapeProfile, Symbol, TensorSpec, bind, check_within
-from vlexport.vision.preprocess import Levels
+from vlexport.vision.preprocess import PixelNormalisation
 
 Grid = tuple[int, int, int]
 # Pixels this much fainter bring the first norm's statistics near its epsilon.
@@ -104,7 +104,7 @@ def _mixes(recipe: Recipe[Any], config: Any, rules: SampleRules) -> dict[str, Se
     return {**recipe.shape_sets(config), **corners(recipe, config, rules)}
 
 
-def scaled(item: MediaItem, factor: float, levels: Levels | None) -> MediaItem:
+def scaled(item: MediaItem, factor: float, levels: PixelNormalisation | None) -> MediaItem:
     """Return the same item with pixels of another size; bytes with those that are nearest."""
     if levels is None:
         return replace(item, patches=item.patches * factor)

@@ -313,7 +313,7 @@ def _nearest(taps: Taps, rows_NC: Tensor, restore: Callable[[Tensor], Tensor]) -
     for name, rows in taps.items():
         if rows.shape == rows_NC.shape:
             away = float((restore(rows).double() - expected).norm())
-            # What is no number is nearest to nothing.
+            # A distance of NaN is never less.
             if away < near:
                 near, nearest = away, name
     return nearest

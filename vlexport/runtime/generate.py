@@ -21,7 +21,7 @@ from vlexport.recipe import LanguageRule
 from vlexport.runtime.decoder import Decoder, DecoderOptions, Language, no_language
 from vlexport.runtime.embed import Embedder
 from vlexport.runtime.encoder import Encoder, EncoderOptions, EncoderOutput
-from vlexport.runtime.outputs import Answer, MediaReport, Piece, each, outcome_of, value_of
+from vlexport.runtime.outputs import Answer, MediaReport, Piece, attempt_all, outcome_of, value_of
 from vlexport.runtime.preprocess import MediaReader, Preprocessor
 from vlexport.runtime.prompt import Prompter
 from vlexport.runtime.prune import Pruner, PruningOptions
@@ -100,7 +100,7 @@ class AnswerGenerator:
         """Run the tower over the media of all requests at once (step 2)."""
         good = [state for state in states if isinstance(state, RequestState)]
         outcomes = iter(self.encoder.encode([source for state in good for source in state.media]))
-        return each(lambda state: _encoded(state, [next(outcomes) for _ in state.media]), states)
+        return attempt_all(lambda state: _encoded(state, [next(outcomes) for _ in state.media]), states)
 
     def prompted(self, state: RequestState) -> RequestState:
         """Return one request with its prompt embedded (steps 2 to 4)."""

@@ -151,7 +151,7 @@ def attempt(stage: Callable[[T], U], value: T | VlexportError) -> U | VlexportEr
         return outcome_of(error)
 
 
-def each(stage: Callable[[T], U], outcomes: Iterable[T | VlexportError]) -> list[U | VlexportError]:
+def attempt_all(stage: Callable[[T], U], outcomes: Iterable[T | VlexportError]) -> list[U | VlexportError]:
     """Attempt the stage for every request, in order."""
     return [attempt(stage, one) for one in outcomes]
 

@@ -29,7 +29,7 @@ from vlexport.runtime.generate import (
     in_thread,
 )
 from vlexport.runtime.onednn_linear import bound_caches
-from vlexport.runtime.outputs import Answer, Encoded, attempt, counted, each, value_of
+from vlexport.runtime.outputs import Answer, Encoded, attempt, attempt_all, counted, value_of
 from vlexport.runtime.preprocess import MediaReader, check_patches
 from vlexport.runtime.prune import Pruner
 from vlexport.runtime.request import NOTHING, EncoderInput, Message, Request, many
@@ -103,8 +103,8 @@ class Pipeline:
         `on_piece` is given each token as it comes, with the number of its request.
         """
         steps = self.require_generator()
-        states = steps.encode(each(steps.preprocess, requests))
-        states = each(steps.embed, each(steps.prune, states))
+        states = steps.encode(attempt_all(steps.preprocess, requests))
+        states = attempt_all(steps.embed, attempt_all(steps.prune, states))
         # One at a time from here on: a prompt that was prefilled holds a cache.
         prefilled = (attempt(steps.prefill, state) for state in states)
         return [attempt(steps.answer(number, on_piece), state) for number, state in enumerate(prefilled)]
@@ -177,8 +177,8 @@ class Pipeline:
         """
         sources, read, prune_one = self._encoding(media, **options)
         report = progress or log_progress
-        items = each(read, counted("read", sources, report))
-        return each(prune_one, self._encode_items(items, report))
+        items = attempt_all(read, counted("read", sources, report))
+        return attempt_all(prune_one, self._encode_items(items, report))
 
     aencode = in_thread(encode)
 
@@ -217,18 +217,18 @@ class Pipeline:
             added = self.session.num_tokens(item.item) if isinstance(item, EncoderInput) else 0
             is_full = len(held) == self.encoder.max_items
             if is_full or num_tokens + added > self.encoder.budgets[-1]:
-                yield from each(prune_one, self._encode_items(held))
+                yield from attempt_all(prune_one, self._encode_items(held))
                 held, num_tokens = [], 0
             held.append(item)
             num_tokens += added
-        yield from each(prune_one, self._encode_items(held))
+        yield from attempt_all(prune_one, self._encode_items(held))
 
     def _encode_items(
         self, items: Sequence[EncoderInput | VlexportError], progress: Progress = log_progress
     ) -> list[Encoded | VlexportError]:
         good = [item for item in items if isinstance(item, EncoderInput)]
         outcomes = iter(self.encoder.encode(good, progress))
-        return each(lambda _: value_of(next(outcomes)).encoded, items)
+        return attempt_all(lambda _: value_of(next(outcomes)).encoded, items)
 
     def _encoding(
         self, media: Any, images: Any = (), videos: Any = (), **options: Any

@@ -74,7 +74,7 @@ class ResizeRule:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Levels:
+class PixelNormalisation:
     """Pixels of bytes: `(byte / divisor - mean) / std` by channel, in float32, on the host or in a tower."""
 
     mean: tuple[float, ...]
@@ -100,7 +100,7 @@ class Levels:
         return rounded
 
 
-def first_rows(patches_NP: Tensor, levels: Levels | None, layer: nn.Module) -> Tensor:
+def first_rows(patches_NP: Tensor, levels: PixelNormalisation | None, layer: nn.Module) -> Tensor:
     """Return patches as a tower's first layer takes them; with levels they are bytes."""
     return patches_NP if levels is None else levels.pixels(patches_NP).to(next(layer.parameters()).dtype)
 
@@ -125,11 +125,11 @@ class PatchRule:
         return 3 * self.temporal * self.patch**2
 
     @property
-    def levels(self) -> Levels:
+    def levels(self) -> PixelNormalisation:
         """Divide in float32, as the processors do; on the CPU, also where a tower is made without memory."""
         settings = (torch.tensor(values, device="cpu") for values in (self.mean, self.std))
         mean, std = ((values / self.rescale).tolist() for values in settings)
-        return Levels(mean=tuple(mean), std=tuple(std))
+        return PixelNormalisation(mean=tuple(mean), std=tuple(std))
 
 
 def check_patches(media: Sequence[MediaItem], row_width: int) -> None:
@@ -256,7 +256,7 @@ def volume_size(num_frames: int, height: int, width: int, factor: int, rule: Res
 def _fitted(
     sides: tuple[int, int], factor: int, bounds: tuple[int, int], num_frames: int, whole: int
 ) -> tuple[int, int]:
-    """Return multiples of `factor` near both sides; `whole` frames are held to the bounds of pixels."""
+    """Return multiples of `factor` near both sides; `whole` frames have to be within the bounds."""
     (height, width), (low, high) = sides, bounds
     if max(height, width) > MAX_ASPECT * min(height, width):
         raise LimitError(

@@ -12,7 +12,7 @@ from vlexport.specs import NAMED_BOUNDS, Dim, MediaBounds, MediaItem, Multiple, 
 from vlexport.vision.attention import cu_seqlens
 from vlexport.vision.attention import layout as layouts
 from vlexport.vision.attention.segmentation import CallSizes, Segmentation, Segments
-from vlexport.vision.preprocess import Levels
+from vlexport.vision.preprocess import PixelNormalisation
 
 Grid = tuple[int, int, int]
 Structure = Mapping[str, Tensor]
@@ -39,7 +39,7 @@ class Packing:
     row_width: int
     cell_tokens: int = 1
     learned: int = 0
-    levels: Levels | None = None
+    levels: PixelNormalisation | None = None
     segmentations: tuple[Segmentation, ...]
     cells: ClassVar[Symbol] = Symbol("tokens")
     structure_rows: ClassVar[Mapping[str, Symbol]] = {"grids": Symbol("items")}

@@ -158,7 +158,7 @@ def take_cells(x_NC: Tensor, order_M: Tensor | None, unit: int, cells: int | Non
     """Take rows of whole cells in another order; without an order, return the same tensor.
 
     `cells` is how many there are to take from, if not as many as are taken. Sizes are explicit because
-    torch.export holds inferred ones to be other than 1.
+    torch.export takes inferred ones for other than 1.
     """
     if order_M is None:
         return x_NC

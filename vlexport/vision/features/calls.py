@@ -137,7 +137,7 @@ class _Size:
         raise UnsupportedError("the class reads sizes on the host for more than to cut rows apart by image.")
 
 
-class Together(FunctionMode):
+class UncutRows(FunctionMode):
     """Keeps the rows of a call together where a class cuts them apart by image.
 
     A call holds no image of padding either, which some classes look for: bytes give no pixel of zero.
@@ -197,7 +197,7 @@ def inside(call: Call) -> Iterator[None]:
     """Make a call's segments known to `attend`, and keep its rows together."""
     token = _CALL.set(call)
     try:
-        with Together():
+        with UncutRows():
             yield
     finally:
         _CALL.reset(token)

@@ -45,7 +45,7 @@ def feature_class(model_type: str) -> tuple[Any, Any] | None:
     return (able[0], able[0].config_class) if able else None
 
 
-def made(model_type: str, settings: Mapping[str, Any], attention: str, *, meta: bool = False) -> Any:
+def vision_model(model_type: str, settings: Mapping[str, Any], attention: str, *, meta: bool = False) -> Any:
     """Return the class with features by config.json, without weights; with `meta`, without tables too."""
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
@@ -93,15 +93,15 @@ class _EmptyOnMeta(FunctionMode):
         return func(*args, **kwargs)
 
 
-class Touched(FunctionMode):
+class ReadWeights(FunctionMode):
     """Collects the weights that a call reads."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: set[int] = set()
+        self.ids: set[int] = set()
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.found |= {id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, nn.Parameter)}
+        self.ids |= {id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, nn.Parameter)}
         return func(*args, **kwargs)
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vlexport.specs import MediaItem
-from vlexport.vision.features.calls import FunctionMode, Together
+from vlexport.vision.features.calls import FunctionMode, UncutRows
 from vlexport.vision.features.packing import ImagePacking, TablePacking
 from vlexport.vision.features.tower import NESTED, PATCHES, STRIP
 from vlexport.vision.grid_tower import grids_of
@@ -42,7 +42,7 @@ class StockFeatures:
         if not hasattr(self.module, "pack_image_features"):
             return self.module.get_image_features(images[None] if self.form == NESTED else images)
         # Classes with tiles are compared before they put these together by the size of the picture.
-        with Together():
+        with UncutRows():
             return self.module.get_image_features(images, image_sizes=[])
 
     def _of_patches(self, item: MediaItem) -> list[Any]:
@@ -72,7 +72,7 @@ class StockFeatures:
         pixels = item.patches.reshape(cells).permute(0, 5, 1, 3, 6, 2, 4, 7)
         pixels = pixels.reshape(frames, 3, rows * patch, columns * patch)
         sizes = torch.tensor([[rows * patch, columns * patch]])
-        with nullcontext() if rows * columns > merge**2 else Together():
+        with nullcontext() if rows * columns > merge**2 else UncutRows():
             return [self.module.get_image_features(image[None], image_sizes=sizes) for image in pixels]
 
 

@@ -17,7 +17,7 @@ from vlexport.errors import UNEXPECTED, UnsupportedError
 from vlexport.specs import MediaItem
 from vlexport.vision.attention.layout import CallLayout
 from vlexport.vision.features.calls import ATTENTION, Call, current, inside, strip_of_cells
-from vlexport.vision.features.classes import Touched, made, outputs_of
+from vlexport.vision.features.classes import ReadWeights, outputs_of, vision_model
 from vlexport.vision.features.packing import ImagePacking, PooledPacking, TablePacking
 from vlexport.vision.features.pixels import (
     Processor,
@@ -68,7 +68,7 @@ class FeatureTower(Tower):
         grids = torch.ones(1, 3, dtype=torch.int64, device=device)
         if self.form == PATCHES:
             count = inputs["group_inverse"].shape[0]
-            groups = _AsGiven(count) if self.dry else layout.queried("group")
+            groups = _Identity(count) if self.dry else layout.queried("group")
             with inside(call._replace(strip=1, groups=groups)):
                 outputs = outputs_of(patch_features(self.features, rows["patches"], grids[:, 1:]))
             return {name: layout.results(output, "group", 1) for name, output in outputs.items()}
@@ -98,7 +98,7 @@ class FeatureTower(Tower):
         return {name: output.index_select(0, inputs["inverse"]) for name, output in outputs.items()}
 
 
-class _AsGiven(NamedTuple):
+class _Identity(NamedTuple):
     """Attention of one query to so many segments that gives it back for each."""
 
     num_rows: int
@@ -193,7 +193,7 @@ def examined(
     video: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return what a class takes and gives, by a call without weights; `image` and `video` bound grids."""
-    model = made(model_type, settings, ATTENTION, meta=True)
+    model = vision_model(model_type, settings, ATTENTION, meta=True)
     taken = inspect.signature(model.get_image_features).parameters
     if "image_grid_thw" in taken:
         return _grids(model, image, video)
@@ -296,7 +296,7 @@ def _dry(model: Any, packing: ImagePacking | TablePacking, form: str) -> dict[st
     inputs = {name: tensor.to("meta") for name, tensor in packing.prepare(items, "grouped").items()}
     tower = FeatureTower(model, packing, form=form, dry=True)
     try:
-        with torch.no_grad(), Touched() as touched:
+        with torch.no_grad(), ReadWeights() as touched:
             outputs = tower(inputs)
     except UNEXPECTED as error:
         raise UnsupportedError(
@@ -304,7 +304,7 @@ def _dry(model: Any, packing: ImagePacking | TablePacking, form: str) -> dict[st
             f"({type(error).__name__}: {' '.join(str(error).split())[:200]}). `vlexport list --all` shows "
             "the classes that export; write a recipe for this one (recipes/README.md)."
         ) from error
-    weights = tuple(name for name, weight in model.named_parameters() if id(weight) in touched.found)
+    weights = tuple(name for name, weight in model.named_parameters() if id(weight) in touched.ids)
     return {
         "outputs": tuple(outputs),
         "weights": weights,
