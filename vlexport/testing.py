@@ -23,7 +23,7 @@ from vlexport.backends import Engine, EngineSpec, FunctionRunner
 from vlexport.checkpoint import Checkpoint
 from vlexport.codec import encode
 from vlexport.parity.check import Checker, run_checks
-from vlexport.parity.exact import guarded
+from vlexport.parity.inputs_exact import guarded
 from vlexport.parity.report import ParityReport, Row, exact_row
 from vlexport.parity.samples import SampleRules, symbol_values
 from vlexport.parity.tables import Faults

@@ -47,7 +47,7 @@ LANES_OF = {
     "vision/preprocess.py": (),
     "vision/": ("eager", "spiky", "half"),
     RECIPE: ("eager", "spiky", "half"),
-    **dict.fromkeys(("checkpoint/adapter.py", "checkpoint/quantised.py"), ()),
+    **dict.fromkeys(("checkpoint/adapter.py", "checkpoint/quantized.py"), ()),
     "onnx/quantize.py": ("int8",),
     "onnx/portable.py": ("portable",),
     "onnx/": ("onnxruntime",),

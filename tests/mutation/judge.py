@@ -26,10 +26,10 @@ from vlexport.backends import (
 from vlexport.backends.onnxruntime import BACKEND
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import VlexportError
+from vlexport.parity.blocks import stage_name
 from vlexport.parity.check import Checker
-from vlexport.parity.exact import call_rows, portable_row
 from vlexport.parity.graphs import graph_rows
-from vlexport.parity.parts import stage_name
+from vlexport.parity.inputs_exact import call_rows, portable_row
 from vlexport.parity.report import ParityReport, Row
 from vlexport.recipe import Limit, Recipe, find_recipe
 from vlexport.specs import Range, ShapeProfile, TensorSpec

@@ -40,7 +40,7 @@ TESTS_OF = {
     "vision/preprocess.py": ("reference/test_settings.py", "vision/test_preprocess.py"),
     "vision/features/pixels.py": ("recipes/test_generic.py",),
     "checkpoint/adapter.py": ("test_adapters.py",),
-    "checkpoint/quantised.py": ("test_quantised.py",),
+    "checkpoint/quantized.py": ("test_quantised.py",),
     "checkpoint/config.py": ("reference/test_settings.py",),
     "vision/slices.py": ("reference/test_slices.py",),
     "vision/": ("reference/test_tables.py", "reference/test_large_calls.py"),

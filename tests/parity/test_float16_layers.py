@@ -12,7 +12,7 @@ from vlexport._build.export import cast_floats
 from vlexport._build.precision import MOST, fp32_layers_of, measure_fp32_layers
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import UnsupportedError
-from vlexport.parity.exact import overflow_rows
+from vlexport.parity.inputs_exact import overflow_rows
 from vlexport.parity.report import Row
 from vlexport.parity.samples import Sample, random_items
 from vlexport.recipe import find_recipe

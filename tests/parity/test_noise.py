@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vlexport.parity.exact import check_dtypes
+from vlexport.parity.inputs_exact import check_dtypes
 from vlexport.parity.noise import AT_ONCE, LARGE, StayWide, in_float64, steady_arithmetic
 from vlexport.specs import MediaItem
 

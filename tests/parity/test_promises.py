@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from vlexport._build.spec import HEAVY
-from vlexport.parity import exact, limits, metrics, noise, reference, samples, shipped
+from vlexport.parity import engine_contents, inputs_exact, limits, metrics, noise, reference, samples
 from vlexport.recipe import find_recipe
 
 PAGE = " ".join((Path(__file__).parents[2] / "docs" / "parity.md").read_text(encoding="utf-8").split())
@@ -49,7 +49,7 @@ def test_limits_and_samples_are_those_that_the_page_promises():
         f"A call of more than {samples.MAX_PATCHES:,} patches is not compared.",
         f"above {HEAVY // 10**6} million weights the limit is {samples.MAX_PATCHES_HEAVY} patches.",
         f"every tower deeper than {reference.DEEP} blocks",
-        f"reads up to {exact.READ_AGAIN >> 20} MiB of the files a second time",
+        f"reads up to {inputs_exact.READ_AGAIN >> 20} MiB of the files a second time",
     ]
     assert [each for each in promised if each not in PAGE] == []
 
@@ -57,5 +57,5 @@ def test_limits_and_samples_are_those_that_the_page_promises():
 def test_what_is_lost_and_what_is_no_accident_is_noted_once():
     assert dict.fromkeys(("nonfinite", "zero_rows", "collapsed_rows"), 0.0) == limits.HEALTH
     # A hundredth of a row's length; three times a limit; rows whose mean square is the epsilon of norms.
-    found = (metrics.COLLAPSED, limits.NO_ACCIDENT, shipped.FAINT_ROWS)
+    found = (metrics.COLLAPSED, limits.NO_ACCIDENT, engine_contents.FAINT_ROWS)
     assert found == (0.01, 3.0, 1e-3)

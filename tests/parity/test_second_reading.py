@@ -16,7 +16,7 @@ from tests.adapters import write_adapter
 from tests.quantised import write_quantised
 from tests.subjects import subject_of
 from vlexport.checkpoint import Checkpoint
-from vlexport.parity.exact import check_weights
+from vlexport.parity.inputs_exact import check_weights
 
 KINDS = ("plain", "adapter", "fp8")
 

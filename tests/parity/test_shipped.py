@@ -15,9 +15,9 @@ from tests.tiny_minicpmv import write_tiny_minicpmv
 from vlexport._build.export import export
 from vlexport.backends import Folder, Inside, Options, find_backend, inside_of
 from vlexport.checkpoint import Checkpoint
+from vlexport.parity.engine_contents import block_rows, rounding_rows, weight_rows
 from vlexport.parity.reference import run_blocks
 from vlexport.parity.samples import Sample, random_items
-from vlexport.parity.shipped import block_rows, rounding_rows, weight_rows
 from vlexport.specs import Precision
 
 # Twelve blocks take OpenVINO half a minute, and ONNX Runtime a quarter.

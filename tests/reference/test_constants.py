@@ -15,7 +15,7 @@ from tests.subjects import subject_of
 from vlexport._build.export import trace
 from vlexport._build.graph import TowerSpec
 from vlexport.checkpoint import Checkpoint
-from vlexport.parity.exact import constant_rows
+from vlexport.parity.inputs_exact import constant_rows
 from vlexport.parity.noise import tables_of
 from vlexport.parity.pixels import reference_of
 from vlexport.vision.rotary import inverse_frequencies

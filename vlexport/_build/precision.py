@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from vlexport._build.export import cast_floats
 from vlexport.checkpoint import Checkpoint
-from vlexport.parity.exact import DispatchHook
+from vlexport.parity.inputs_exact import DispatchHook
 from vlexport.parity.metrics import HALF_MAX
 from vlexport.parity.samples import random_items
 from vlexport.recipe import Recipe

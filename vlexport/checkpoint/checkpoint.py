@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from vlexport.checkpoint.adapter import AdaptedWeights, Adapter
 from vlexport.checkpoint.config import PROCESSOR_FIELDS, TEXT_FIELDS, ConfigView, read_config
 from vlexport.checkpoint.files import FLOATS, JoinedWeights, StoredTensor, WeightFiles, digest_of
-from vlexport.checkpoint.quantised import FORMATS, QuantizedWeights, settings_of
+from vlexport.checkpoint.quantized import FORMATS, QuantizedWeights, settings_of
 from vlexport.checkpoint.source import Location, listed, locate
 from vlexport.errors import CheckpointError, UnsupportedError
 

@@ -32,9 +32,11 @@ from vlexport.backends import (
 from vlexport.bundle import Bundle
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import ResourceError, UnsupportedError, VlexportError
-from vlexport.parity import exact
+from vlexport.parity import inputs_exact
+from vlexport.parity.blocks import expected_rows, forced, running
 from vlexport.parity.canary import Judge, Outputs, canary_row, sample_row
 from vlexport.parity.diagnosis import layer_curve
+from vlexport.parity.engine_contents import block_rows, rounding_rows, shows_blocks, unseen, weight_rows
 from vlexport.parity.graphs import graph_rows, portable_rows
 from vlexport.parity.limits import (
     Answer,
@@ -48,7 +50,6 @@ from vlexport.parity.limits import (
     structure_rows,
 )
 from vlexport.parity.noise import cap_of, raised
-from vlexport.parity.parts import expected_rows, forced, running
 from vlexport.parity.reference import DEEP, ExactBlocks, ReferenceOutputs, run_blocks, run_reference
 from vlexport.parity.report import WHOLE, LayerCurve, ParityReport, Row, exact_row
 from vlexport.parity.samples import (
@@ -61,7 +62,6 @@ from vlexport.parity.samples import (
     token_symbol,
     tracked,
 )
-from vlexport.parity.shipped import block_rows, rounding_rows, shows_blocks, unseen, weight_rows
 from vlexport.parity.tables import Faults
 from vlexport.recipe import Limit
 from vlexport.specs import ShapeProfile, TensorSpec
@@ -114,7 +114,7 @@ def check(  # noqa: PLR0913  options of a check
             f"layers given for a tower of recipe '{built_by.name}', which is traced whole and has no stages; "
             "a tower with blocks of its own expected. Leave --layers (layers=) out."
         )
-    first = exact.identity_rows(bundle, subject, chosen=against is not None)
+    first = inputs_exact.identity_rows(bundle, subject, chosen=against is not None)
     with open_engine(bundle, allow_failed=True) as engine:
         assert subject.backend is not None
         inside = inside_of(subject.backend, bundle)
@@ -129,7 +129,7 @@ def check(  # noqa: PLR0913  options of a check
             report = replace(report, rows=(*report.rows, *rows))
     if layers:
         report = replace(report, layers=curve_of(subject, profile, inputs))
-    return report.attached_to(exact.subject_of(manifest))
+    return report.attached_to(inputs_exact.subject_of(manifest))
 
 
 def run_checks(  # noqa: PLR0913  what a check may be given besides the two sides
@@ -266,19 +266,19 @@ class Checker:
         subject = self.subject
         refused = "one token more than the profile allows is refused"
         checks: tuple[tuple[str, Callable[[], Faults], str], ...] = (
-            ("weights", lambda: exact.check_weights(subject), "the bytes of the checkpoint's files"),
+            ("weights", lambda: inputs_exact.check_weights(subject), "the bytes of the checkpoint's files"),
             ("types", self._types, "angles and statistics of norms are float32"),
-            ("profile", lambda: exact.check_profile(self.engine, subject, self.rules), refused),
+            ("profile", lambda: inputs_exact.check_profile(self.engine, subject, self.rules), refused),
         )
         for name, check, origin in checks:
-            for part, fault in exact.guarded(name, check).items():
+            for part, fault in inputs_exact.guarded(name, check).items():
                 yield exact_row(part, [fault] if fault else [], origin)
-        yield from exact.call_rows(subject, self.samples, self.rules)
+        yield from inputs_exact.call_rows(subject, self.samples, self.rules)
         if self.portable is not None:
-            yield exact.portable_row(self.portable, subject, self.samples)
+            yield inputs_exact.portable_row(self.portable, subject, self.samples)
         yield sample_row(self.samples, subject.packing.levels)
         if subject.dtype != "float32":
-            yield from exact.overflow_rows(subject, self.samples)
+            yield from inputs_exact.overflow_rows(subject, self.samples)
         if self.inside is not None:
             yield from weight_rows(self.inside, subject)
             self.inside.release()
@@ -289,7 +289,7 @@ class Checker:
         if subject.dtype == "float32":
             return {}
         items = self.samples[0].items if self.samples else ()
-        return exact.check_dtypes(subject.tower(), prepared(subject, items))
+        return inputs_exact.check_dtypes(subject.tower(), prepared(subject, items))
 
     def run_samples(self) -> None:
         self.truths = run_reference(self.subject, self.samples, self.progress)
@@ -307,7 +307,7 @@ class Checker:
             return
         self.run_samples()
         assert self.truths is not None
-        yield from exact.constant_rows(self.subject, self.truths.tables)
+        yield from inputs_exact.constant_rows(self.subject, self.truths.tables)
         limit = self.subject.structure_limit
         answers = self.answers if self.subject.is_exact else list(self._twin(self.samples))
         first = structure_rows(answers, self.truths, limit)

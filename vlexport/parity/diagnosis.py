@@ -14,10 +14,7 @@ import torch
 from torch import Tensor
 
 from vlexport._build.spec import BuildSpec
-from vlexport.parity.limits import BLOCK_LIMIT, block_limit, block_row, step_of
-from vlexport.parity.metrics import Exact, Metrics, compare
-from vlexport.parity.noise import quantized_reference, steady_arithmetic
-from vlexport.parity.parts import (
+from vlexport.parity.blocks import (
     BEGIN,
     StageRun,
     Tapped,
@@ -27,6 +24,9 @@ from vlexport.parity.parts import (
     running,
     staged,
 )
+from vlexport.parity.limits import BLOCK_LIMIT, block_limit, block_row, step_of
+from vlexport.parity.metrics import Exact, Metrics, compare
+from vlexport.parity.noise import quantized_reference, steady_arithmetic
 from vlexport.parity.pixels import reference_of
 from vlexport.parity.reference import BlockRows, ExactBlocks
 from vlexport.parity.report import LayerCurve, LayerPoint, Row

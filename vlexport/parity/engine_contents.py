@@ -22,10 +22,10 @@ from torch.func import functional_call
 
 from vlexport._build.spec import BuildSpec
 from vlexport.backends import Inside, Partly, Sums
+from vlexport.parity.blocks import stage_name, staged
 from vlexport.parity.limits import EPSILONS, NUM_NEIGHBOURS, block_limit, block_row, compared, moved, step_of
 from vlexport.parity.metrics import Exact
 from vlexport.parity.noise import LARGEST, float64_arithmetic, steps_of, tables_of
-from vlexport.parity.parts import stage_name, staged
 from vlexport.parity.reference import BlockRows, ExactBlocks
 from vlexport.parity.report import Row, exact_row
 from vlexport.parity.samples import Sample, prepared, scaled
