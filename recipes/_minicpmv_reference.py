@@ -65,10 +65,7 @@ RELEASES: Mapping[tuple[int, int], Release] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SliceFacts:
-    """Everything about one checkpoint's tower and resampler.
-
-    Named like the fields of `TowerSizes` and read apart from them, because these are checked.
-    """
+    """Facts of one checkpoint's tower and resampler, named like `TowerSizes` and read apart from it."""
 
     release: Release
     depth: int
@@ -136,10 +133,7 @@ def facts_of(checkpoint: Checkpoint) -> SliceFacts:
 
 
 def stored_names(checkpoint: Checkpoint, depth: int) -> dict[str, str]:
-    """Return stored names of tower and resampler by those of transformers' tower, which later releases use.
-
-    The fused projection of 2.0 keeps a name of its own, `self_attn.qkv`.
-    """
+    """Return stored names by those of later releases, but for 2.0's fused projection, `self_attn.qkv`."""
     renamed = {}
     shapes = checkpoint.shapes(PARTS)
     for name in shapes:

@@ -293,10 +293,7 @@ def turned(x_HND: Tensor, turns_NK: Tensor) -> Tensor:
 
 
 class ImageByImage:
-    """The reference: one image at a time, row by row, turned as complex numbers, with torch's own resize.
-
-    Nothing comes from `Config`: sizes are those of the stored tensors, the heads those of raw config.json.
-    """
+    """The reference: one image at a time, turned as complex numbers; no number comes from `Config`."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         shapes = checkpoint.shapes((TOWER, PROJECTOR))
@@ -334,7 +331,6 @@ class ImageByImage:
         return tokens_MC
 
     def rows(self, item: MediaItem) -> list[Tensor]:
-        """Return the rows of one image before the first block and after each, in raster order."""
         embed, (_, height, width) = self.tower["patch_embed"], item.grid
         side = embed["proj"].kernel_size[0]
         rows_NC = embed["proj"](item.patches.unflatten(1, (3, side, side))).flatten(1)

@@ -501,7 +501,6 @@ class SlicePacking(Packing):
         check_items(media, self.row_width, timed=self.tower.frame_times)
 
     def structure(self, media: Sequence[MediaItem]) -> Structure:
-        """Return sides of slices group by group, slices of each group, and frame numbers where they count."""
         groups = groups_of(media)
         slices = [piece for group in groups for piece in group]
         structure = {
@@ -546,7 +545,6 @@ class SlicePacking(Packing):
         }
 
     def sizes(self, bounds: MediaBounds | None) -> CallSizes:
-        """Return the sizes of calls; a slice has about the same area whatever it shows."""
         if bounds is None:
             # Groups of one run are equal in length, so 723 fill the patches.
             patches, length, count = Range(1, 8192, 262144), Range(1, 1024, 262144), Range(1, 8, 4096)
@@ -583,7 +581,6 @@ class SlicePacking(Packing):
         return in_groups((*numbers[:-1], NO_TIME) if grid[0] > 3 else numbers, 3)
 
     def mixes(self) -> Mixes:
-        """Return mixes whose sides lie around the table of positions: inside it, beyond it, one patch."""
         side = self.tower.side
         half = min(max(2, side // 2), 7)  # wide towers are checked on few patches
         images: Mixes = {

@@ -379,7 +379,6 @@ class RadioPacking(GridPacking):
         return {**super().axes(layout), **varying}
 
     def tokens(self, bounds: MediaBounds | None) -> tuple[Range, int, int]:
-        """Return tokens of a call, its most frames, and the most tokens of one of them."""
         if bounds is None:
             return Range(1, 1024, 65536), 4096, 65536
         unit, kinds = self.rule.patch**2, (self.rule.image, self.rule.video)
@@ -422,7 +421,6 @@ class RadioPacking(GridPacking):
         return {**super().capture_sizes(tokens, frames), TOKENS: tokens}
 
     def encoder_tokens(self, placeholders: int) -> int:
-        """Return the patches behind so many slots; learned rows give none."""
         return self.merge**2 * placeholders
 
 

@@ -136,7 +136,6 @@ def _record(kind: Any, value: object, where: str) -> Any:
 
 
 def _named(where: str, make: Callable[[], Any]) -> Any:
-    """Return what a type makes of its values; the error of one that refuses them names the field."""
     try:
         return make()
     except InputError as error:
@@ -328,7 +327,6 @@ def texts_in(value: object) -> Iterator[str]:
 
 
 def _as(name: str, value: object, kind: Any) -> tuple[bool, Any]:
-    """Return whether the value is of a kind, and the value as that kind."""
     origin, inner = get_origin(kind), get_args(kind)
     if kind in (Any, object):
         return True, value

@@ -27,10 +27,7 @@ UNEXPECTED = (
 
 
 class VlexportError(Exception):
-    """Root of the tree; `exit_code` is the exit code of the command line.
-
-    temporary  whether the same request may be served later: it failed by the machine or the moment
-    """
+    """Root of the tree; `exit_code` is the command line's; `temporary`: the request may succeed later."""
 
     exit_code = 1
     temporary = True

@@ -49,20 +49,15 @@ class Config(Protocol):
 class BytesConfig(Config, Protocol):
     """A config whose towers take normalised pixels (`float32`) or bytes, with values channel by channel."""
 
-    def with_input(self, dtype: str) -> Self:
-        """Return the config whose patches have this dtype."""
+    def with_input(self, dtype: str) -> Self: ...
 
 
 class Reference(Protocol):
-    """An independent implementation with the same weights, in float32.
-
-    `module` is what computes; the accuracy check casts it to measure how much rounding changes its outputs.
-    """
+    """An independent float32 implementation; the check casts `module` to measure what rounding changes."""
 
     module: nn.Module
 
-    def run(self, items: Sequence[MediaItem]) -> dict[str, Tensor]:
-        """Return outputs by name, as the engine does."""
+    def run(self, items: Sequence[MediaItem]) -> dict[str, Tensor]: ...
 
     def blocks(self, items: Sequence[MediaItem]) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
         """Return the outputs of `run`, and of the same call input and output of every block.
@@ -173,7 +168,6 @@ class LanguageRule(Generic[C]):
         return (*bodies[:1], *heads[:1])
 
     def prompt_of(self, layout: str | None) -> PromptRule[Any]:
-        """Return the prompt rule of a layout, by default the family's own."""
         if layout is None:
             return self.prompt
         if layout not in self.layouts:
@@ -247,7 +241,6 @@ class Recipe(Generic[C]):
         return module_mapping(names, self.outline(config).connectors, language)
 
     def stored_tensors(self, checkpoint: Checkpoint, config: C) -> dict[str, StoredTensor]:
-        """Return dtype, shape and place of the tower's tensors, by their names in the tower."""
         names = self.weight_names(checkpoint, config)
         return {name: checkpoint.stored(stored) for name, stored in names.items()}
 
@@ -272,7 +265,6 @@ class Recipe(Generic[C]):
         return tower.ready()
 
     def outline(self, config: C) -> Tower:
-        """Return the tower without memory for its weights."""
         import torch
 
         with torch.device("meta"):
@@ -294,7 +286,6 @@ class Recipe(Generic[C]):
         return self.packing(config).profiles()
 
     def shape_sets(self, config: C) -> Mapping[str, Sequence[tuple[str, Grid]]]:
-        """Return the mixes of (kind, grid) that the accuracy check runs."""
         return self.packing(config).mixes()
 
     def num_tokens(self, config: C, item: MediaItem) -> int:

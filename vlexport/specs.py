@@ -122,7 +122,6 @@ class TensorSpec:
     shape: tuple[Dim, ...]
 
     def symbols(self) -> dict[Symbol, tuple[int, int]]:
-        """Return, for each symbol of the shape, its first axis and its factor there."""
         symbols: dict[Symbol, tuple[int, int]] = {}
         for axis, dim in enumerate(self.shape):
             if not isinstance(dim, int):
@@ -139,7 +138,6 @@ class ShapeProfile:
     ranges: Mapping[Symbol, Range]
 
     def range_of(self, dim: Dim) -> Range:
-        """Return the range of one shape entry; a fixed size has itself three times."""
         if isinstance(dim, int):
             return Range(dim, dim, dim)
         factor, symbol = _parts(dim)
@@ -271,7 +269,6 @@ class MediaBounds:
 
     @classmethod
     def of(cls, profile: str) -> MediaBounds | None:
-        """Return the bounds that a profile is named by; None for other names."""
         match = re.fullmatch(r"custom-(\d{1,18})-(\d{1,18})-(\d{1,18})-(\d{1,18})", profile, re.ASCII)
         try:
             return (

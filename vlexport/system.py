@@ -246,17 +246,13 @@ def compile_caches(folder: Path | None = None) -> Iterator[None]:
 
 
 def _places() -> list[str]:
-    """Return where this process imports from, but for places relative to the current folder."""
     home = str(Path(__file__).parents[1])
     paths = [place for place in sys.path if Path(place).is_absolute()]
     return paths if home in paths else [*paths, home]
 
 
 def give_back(size: int = WORTH_A_SEARCH) -> None:
-    """Collect what cycles hold, such as exported programs, and return free memory to the system.
-
-    `size`: of what was let go of, in bytes.
-    """
+    """Collect cycles, such as exported programs, and return memory to the system; `size` was let go of."""
     if size < WORTH_A_SEARCH:
         return
     gc.collect()

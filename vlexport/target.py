@@ -145,10 +145,7 @@ def processor_here() -> str:
 
 
 def device_here() -> str:
-    """Return the compute capability of the first GPU, such as `sm89`; `none` without a driver or a device.
-
-    It is read from the driver itself: nothing heavy is loaded for it.
-    """
+    """Return the compute capability of the first GPU by its driver, such as `sm89`; `none` without one."""
     try:
         driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     except OSError:

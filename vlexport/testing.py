@@ -85,7 +85,6 @@ def _model_type(recipe: Recipe[Any], checkpoint: Checkpoint) -> Faults:
 
 
 def _config(recipe: Recipe[Any], checkpoint: Checkpoint) -> Faults:
-    """Write the config as JSON and read it back, as a bundle does."""
     config = recipe.read_config(checkpoint)
     same = recipe.parse_config(json.loads(json.dumps(encode(config)))) == config
     return {"config": "" if same else "what was written is read back as another config"}
@@ -111,7 +110,6 @@ def _runs(subject: BuildSpec) -> Faults:
 
 
 def _shapes(subject: BuildSpec, rules: SampleRules) -> Faults:
-    """Compare the shapes of the recipe's mixes with its axes and with the first of its profiles."""
     for mix in subject.recipe.shape_sets(subject.config).values():
         check_within(rules.profile, symbol_values(subject.recipe, subject.config, mix, rules))
     return {"shapes": ""}

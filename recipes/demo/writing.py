@@ -68,10 +68,7 @@ class CheckpointContents:
 def write_checkpoint(
     folder: str | Path, contents: CheckpointContents, *, seed: int = 0, shards: int = 1
 ) -> Path:
-    """Write the checkpoint to a temporary folder and rename it there, so it is whole or absent.
-
-    The same contents and seed give the same tensors, however they are sharded.
-    """
+    """Write the checkpoint, whole or absent; contents and seed decide the tensors, whatever the shards."""
     target = Path(folder).expanduser().resolve()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(
@@ -131,7 +128,6 @@ def _write_tokenizer(folder: Path, contents: TokenizerContents) -> None:
 
 
 def _merges(words: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the pairs that build each word from its beginning, words with a space in front first."""
     in_order = sorted(words, key=lambda word: (word[0] != " ", word))
     spelled = [word.replace(" ", "\u0120") for word in in_order]
     return list(dict.fromkeys((word[:at], word[at]) for word in spelled for at in range(1, len(word))))

@@ -139,10 +139,7 @@ def load_package(content: bytes, name: str) -> Any:
 
 
 def load_function(content: bytes, name: str) -> Callable[..., list[Tensor]]:
-    """Load a package of a program that takes and returns tensors side by side.
-
-    Without torch's class for other programs, whose import takes a second.
-    """
+    """Load a package of tensors side by side, without torch's class for others (a second to import)."""
     loader = _loader(content, name)
 
     def call(*tensors: Tensor) -> list[Tensor]:
@@ -161,10 +158,7 @@ def load_function(content: bytes, name: str) -> Callable[..., list[Tensor]]:
 
 
 def check_package(content: bytes, name: str) -> None:
-    """Refuse a package with damaged bytes, which may crash torch, and one that was written as another file.
-
-    Its own checksums are compared, which torch does not do.
-    """
+    """Refuse a package whose bytes are damaged (torch compares no checksums) or that was another file."""
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             damaged = archive.testzip()

@@ -83,10 +83,7 @@ class Built:
     cached: bool
 
     def require_passed(self) -> Bundle:
-        """Return the bundle, or raise a `ParityError` with the reason why it will not run.
-
-        A bundle that cannot run where it was built is no failure; opening it requires the check.
-        """
+        """Return the bundle, or raise a `ParityError`; one that cannot run here is no failure."""
         if not self.is_good:
             status, path = self.bundle.verdict.status, self.bundle.path
             raise ParityError(
@@ -311,7 +308,6 @@ def _check(
     progress: Progress,
     program: ExportedProgram | None,
 ) -> ParityReport:
-    """Compare the engine with the reference, or its network where it cannot run here."""
     from vlexport._build.export import trace
     from vlexport.parity.check import OfflineEngine, check_offline, diagnosed, run_checks
 

@@ -48,10 +48,7 @@ class Costs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceNeeds:
-    """Bytes of an engine's file and, on the GPU that runs it, of its weights and of the largest calls.
-
-    calls  by profile: scratch memory and inputs; None where it is unknown before the build
-    """
+    """Bytes of an engine's file and, on its GPU, of weights and of calls by profile (None where unknown)."""
 
     engine: int
     weights: int
@@ -69,10 +66,7 @@ class DeviceNeeds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TowerScale:
-    """Sizes of a tower: its weights, the values that its widest block computes per patch, its input rows.
-
-    num_quantizable  weights that a quantized build stores as integers
-    """
+    """Sizes of a tower: weights, those that become integers, values of a block per patch, its input rows."""
 
     num_weights: int
     block_values: int
@@ -81,7 +75,6 @@ class TowerScale:
 
     @classmethod
     def of(cls, shapes: Mapping[str, tuple[int, ...]], row_width: int) -> TowerScale:
-        """Measure a tower by the shapes of its tensors; blocks are called `blocks.N.` in every tower."""
         outputs: defaultdict[str, int] = defaultdict(int)
         for name, shape in shapes.items():
             if name.startswith("blocks.") and len(shape) == 2:

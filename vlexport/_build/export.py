@@ -89,7 +89,6 @@ def trace(spec: TowerSpec, module: nn.Module | None = None) -> Graph:
 
 
 def _outputs(program: ExportedProgram) -> dict[str, Tensor]:
-    """Return the outputs as they were traced, which have sizes and no memory."""
     (last,) = (node for node in program.graph.nodes if node.op == "output")
     traced = [node.meta["val"] for node in last.args[0]]
     outputs: dict[str, Tensor] = tree_unflatten(traced, program.call_spec.out_spec)

@@ -17,11 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TowerSpec:
-    """The inputs that a graph depends on.
-
-    config  the numbers that the recipe reads from the checkpoint
-    form    the attention layout
-    """
+    """The inputs of a graph; `config` are the recipe's numbers, `form` is the attention layout."""
 
     recipe: Recipe[Any]
     checkpoint: Checkpoint

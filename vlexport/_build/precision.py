@@ -53,7 +53,6 @@ def fp32_layers_of(peaks: Mapping[str, float]) -> dict[str, str]:
 
 
 def _calls(recipe: Recipe[Any], config: Any) -> Iterator[Sequence[MediaItem]]:
-    """Yield the recipe's mixes with random rows, and one of them in black and in white."""
     mixes = sorted(recipe.shape_sets(config).values(), key=_patches)
     small = [mix for mix in mixes if _patches(mix) <= MAX_PATCHES] or mixes[:1]
     for number, mix in enumerate(small):

@@ -48,7 +48,6 @@ class BuildSpec(TowerSpec):
 
     @property
     def size(self) -> int:
-        """Bytes of the weights in float32."""
         return self.scale.stored("float32", None)
 
     @property

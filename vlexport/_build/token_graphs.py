@@ -95,7 +95,6 @@ class TokenGraphs:
 
     @property
     def stated(self) -> str:
-        """`compiled`, or `eager` with the reason, of tensors that packages take."""
         return self.form if not self.reason else f"eager: {self.reason}"
 
     def selection_for(self, embeds: Tensor) -> tuple[Selection, str]:
@@ -119,10 +118,7 @@ class TokenGraphs:
         by_width: bool,
         forms: Forms | None = None,
     ) -> Tensor:
-        """Write positions of planned columns from the channels of their blocks (`write_positions`).
-
-        forms  is given the form in which they were written
-        """
+        """Write positions of planned columns from the channels of their blocks, and the form to `forms`."""
         form = self._positions_form(rows.time_S.device, "cpu", forms, by_width=by_width)
         run = self.packaged_rows if form == "compiled" else write_positions
         return run(plan, rows, anchor_1, by_width)
@@ -174,10 +170,7 @@ def planned_graphs(selector: str | None, device: str) -> GraphsIdentity:
 
 @contextmanager
 def compiling(identity: GraphsIdentity, scratch: Path, dtype: str) -> Iterator[None]:
-    """Compile planned graphs into the user's cache in a process of its own, which ends with the block.
-
-    What fails there is compiled again by `write_graphs`.
-    """
+    """Compile planned graphs in a process that ends with the block; `write_graphs` retries what failed."""
     if identity.target is None or identity.selector is None:
         yield
         return

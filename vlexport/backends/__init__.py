@@ -67,10 +67,7 @@ def require(
     input_dtype: str = PIXELS,
     device: str | None = None,
 ) -> Capability:
-    """Return the capability for a precision; refuse one that the backend or this machine does not serve.
-
-    device  the one that was chosen, where the backend has several
-    """
+    """Return the capability for a precision, on a chosen `device`; refuse one that is not served here."""
     if device is not None and device not in backend.devices:
         choice = " or ".join(backend.devices)
         raise UnsupportedError(

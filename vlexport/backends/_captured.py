@@ -71,7 +71,6 @@ class CapturedCalls:
 
     @torch.inference_mode()
     def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the outputs of the call, without the rows of the padding, in memory of their own."""
         values = bind(self.spec.inputs, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
         inputs = {name: to_device(tensor, self.device) for name, tensor in tensors.items()}
         places = (
@@ -92,7 +91,6 @@ class CapturedCalls:
         return {name: captured.outputs[name][:count].clone() for name, count in rows.items()}
 
     def _ready(self, place: int) -> Captured | None:
-        """Return the capture of a size, made now if need be; None where it has failed, now or before."""
         if place in self.captured or place in self.failures:
             return self.captured.get(place)
         sizes = self.sizes[place]

@@ -128,7 +128,6 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def _receive(process: subprocess.Popen[str], job: str, progress: Progress) -> str | None:
-    """Read lines until the result; None if the process ended without one."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:

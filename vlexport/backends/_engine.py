@@ -81,7 +81,6 @@ class Engine:
                 self._runner.warm_up()
 
     def release(self) -> None:
-        """Release memory until the next call, where the library can be opened again."""
         if self._begin is not None:
             self._drop()
 
@@ -91,7 +90,6 @@ class Engine:
                 self._opened()
 
     def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return outputs by name; shapes outside the profile never reach the library."""
         self.require_own_process()
         values = bind(self.spec.inputs, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
         for spec in self.spec.inputs:
@@ -116,7 +114,6 @@ class Engine:
             raise InputError(CLOSED)
 
     def close(self) -> None:
-        """Release the library's memory; a closed engine refuses to run, and a forked copy holds none."""
         if os.getpid() == self._process:
             self._begin = None
             self._drop()

@@ -1,7 +1,4 @@
-"""Looking into an engine's files, for the accuracy check and for archives that a library's makers can run.
-
-A backend has these methods where its format allows them; `isinstance` tells which.
-"""
+"""Looking into an engine's files; a backend has these methods where its format allows them."""
 
 from __future__ import annotations
 
@@ -71,16 +68,14 @@ class Portable:
 class ShowsContents(Protocol):
     """A backend whose files show weights, or values on the way."""
 
-    def inside(self, payloads: Payloads) -> Inside:
-        """Return the contents of an engine's files."""
+    def inside(self, payloads: Payloads) -> Inside: ...
 
 
 @runtime_checkable
 class ChecksNetwork(Protocol):
     """A backend that compares its library's network with the graph while it builds."""
 
-    def network_checks(self, out: Path) -> Mapping[str, str]:
-        """Return the result of each check, by name."""
+    def network_checks(self, out: Path) -> Mapping[str, str]: ...
 
 
 @runtime_checkable
@@ -90,8 +85,7 @@ class RunsPortable(Protocol):
     def write_portable(self, graph: Graph, selector: str | None, out: Path) -> None:
         """Write the graphs; without a selector none prunes."""
 
-    def portable(self, payloads: Payloads, selector: str | None) -> Portable:
-        """Return the graphs written for the same selector."""
+    def portable(self, payloads: Payloads, selector: str | None) -> Portable: ...
 
 
 def portable_of(backend: Backend, payloads: Payloads, selector: str | None) -> Portable | None:

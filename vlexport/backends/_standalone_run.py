@@ -1,7 +1,4 @@
-"""Run a stored call with the library alone and compare it with stored outputs: `python run.py`.
-
-This file goes into archives for the library's makers, so it imports nothing of vlexport.
-"""
+"""Run a stored call with the library alone and compare its outputs: `python run.py`. Imports no vlexport."""
 
 from __future__ import annotations
 
@@ -68,7 +65,6 @@ def _read(name: str) -> Any:
 
 
 def _array(file: str, dtype: str, shape: list[int]) -> Any:
-    """Return a stored array; bfloat16, which numpy has not, as its bits."""
     kind = "int16" if dtype == "bfloat16" else dtype
     return np.frombuffer(bytearray((HERE / file).read_bytes()), dtype=kind).reshape(shape)
 

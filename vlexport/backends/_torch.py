@@ -29,10 +29,7 @@ DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "I64": "int64"
 
 
 class TorchRunner(FunctionRunner):
-    """A function of torch, called on a number of threads; 0 leaves torch's own number.
-
-    `kept` lives as long as the runner, such as weights that the function reads in place.
-    """
+    """A function of torch on a number of threads (0: torch's own); `kept` lives as long as the runner."""
 
     def __init__(
         self,

@@ -41,10 +41,7 @@ def log_progress(phase: str, share: float) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capability:
-    """A precision that a backend serves, with its costs where they were measured.
-
-    With a quantisation, weights of blocks are integers and everything else is of that dtype.
-    """
+    """A precision that a backend serves and its costs; with a quantisation, blocks' weights are integers."""
 
     dtype: str
     quantisation: Quantisation | None = None
@@ -159,8 +156,7 @@ class Runner(ABC):
     budgets: tuple[int, ...] = ()
 
     @abstractmethod
-    def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the outputs by name."""
+    def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
 
     def warm_up(self) -> None:  # noqa: B027
         """Prepare every size in `budgets` before its first call."""
@@ -203,12 +199,10 @@ class Backend(ABC):
     reads_older: bool = False
 
     @abstractmethod
-    def build(self, graph: Graph, options: Options, out: Path, progress: Progress = log_progress) -> None:
-        """Write the engine's files into the folder `out`."""
+    def build(self, graph: Graph, options: Options, out: Path, progress: Progress = log_progress) -> None: ...
 
     @abstractmethod
-    def open(self, payloads: Payloads, spec: EngineSpec, options: Options) -> Runner:
-        """Load an engine from its files."""
+    def open(self, payloads: Payloads, spec: EngineSpec, options: Options) -> Runner: ...
 
     def missing(self) -> str | None:
         """Return why this machine can neither build nor run, or None."""

@@ -102,10 +102,7 @@ class Inductor(Backend):
             return torch.zeros(max(weight.nbytes for weight in weights.values()), dtype=torch.uint8)
 
         def partly(inputs: Mapping[str, Tensor], off: Callable[[str], bool]) -> Mapping[str, Tensor]:
-            """Run the compiled package with some of its weights at zero.
-
-            The package keeps every tensor that it was ever given, so all zeros are one buffer.
-            """
+            """Run the package with some weights at zero: one buffer, as it keeps all that it is given."""
             import torch
 
             package = opened()

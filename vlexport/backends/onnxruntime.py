@@ -320,13 +320,11 @@ def _released(weights: memoryview) -> Iterator[None]:
 
 
 def _release(weights: memoryview) -> None:
-    """Let go of mapped pages, which come back when they are read."""
     if isinstance(weights.obj, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
         weights.obj.madvise(mmap.MADV_DONTNEED)
 
 
 def _sums(model: Any, weights: memoryview) -> Sums:
-    """Return calls of a copy of the graph in which sums are outputs, and inputs where rows are fed."""
     import onnx
     import torch
 
@@ -406,7 +404,6 @@ def _library() -> Any:
 
 
 def _errors(library: Any) -> tuple[type[Exception], ...]:
-    """Return the library's error classes, fifteen without a common base but Exception, and its format's."""
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
     state = vars(library.capi.onnxruntime_pybind11_state).values()

@@ -180,7 +180,6 @@ def _has_bfloat16() -> bool:
 
 
 def _given(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the tensors as the library takes them where they lie; numpy has no bfloat16."""
     import openvino
     import torch
 
@@ -223,7 +222,6 @@ def _library() -> Any:
 
 
 def _settings(options: Options, group: str | None) -> dict[str, object]:
-    """Return settings: every thread for one request, float32 kept but for products of integers."""
     settings: dict[str, object] = {
         "NUM_STREAMS": 1,
         "INFERENCE_PRECISION_HINT": "f32",

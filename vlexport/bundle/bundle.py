@@ -31,10 +31,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inspection:
-    """The contents of a folder, not loaded or trusted; `manifest` is absent where `problem` gives the reason.
-
-    Sizes of payloads are compared with the manifest; their bytes are not hashed.
-    """
+    """Contents of a folder, not loaded, trusted or hashed; `manifest` is absent if there is a `problem`."""
 
     path: Path
     digest: str
@@ -168,10 +165,7 @@ class Bundle:
     def rebuild_command(
         self, recipe: str | None = None, selector: str | None = None, device: str | None = None
     ) -> str:
-        """Return the command that builds the same bundle again, with another recipe or selector if given.
-
-        A `device` takes the place of the GPUs that it was built for.
-        """
+        """Return the command that builds this bundle again, with another recipe, selector or `device`."""
         manifest = self.manifest
         source = str(manifest.checkpoint.place)
         words = ["vlexport", "build", source, "--recipe", recipe or shipped_or_file(manifest.recipe.name)]
@@ -204,10 +198,7 @@ class Bundle:
     def with_verdict(
         self, verdict: Verdict, here: Target | None = None, *, user_data: Path | None = None
     ) -> Bundle:
-        """Return the same bundle with another accuracy verdict, which counts for this user alone.
-
-        The bundle's folder is not written to: its digest stays, and so does the trust in its copies.
-        """
+        """Return the bundle with a verdict that counts for this user alone; its folder is not written to."""
         newer = Newer.of(user_data)
         if here is not None and here.version != self.manifest.target.version:
             newer.write(self.digest, here.tag, passed=verdict.status == "passed")

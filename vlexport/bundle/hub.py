@@ -89,7 +89,6 @@ vlexport pull {shlex.quote(target)} {shlex.quote(plain(name))} --trust {bundle.d
 
 
 def _local(place: str) -> Path | None:
-    """Return the folder that is meant, or None for a repository on the Hub."""
     path = Path(place).expanduser()
     is_path = path.is_absolute() or place.startswith((".", "~")) or path.is_dir()
     if not is_path and place.partition("@")[0].count("/") != 1:

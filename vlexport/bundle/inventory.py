@@ -22,10 +22,7 @@ BYTES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """A bundle, the working folder of a build, or a file of the user's cache.
-
-    problem  why it cannot be used; empty where it can, or for a build that is running
-    """
+    """A bundle, a build's working folder, or a cache file; `problem`: why it cannot be used, if it cannot."""
 
     kind: Kind
     path: Path
@@ -80,7 +77,6 @@ def _cache_files() -> Iterator[Entry]:
 
 
 def _measured(path: Path) -> tuple[int, float]:
-    """Return bytes and age; zeros for what vanishes meanwhile."""
     try:
         changed = path.stat().st_mtime
         sizes = [file.lstat().st_size for file in (path, *path.rglob("*")) if not file.is_dir()]

@@ -110,10 +110,7 @@ class Precision:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphsIdentity:
-    """The graphs of pruning and positions: the pruning method, and the machine that packages are for.
-
-    Without a target they run eagerly, for the reason named; without a selector there is nothing to run.
-    """
+    """Graphs of pruning and positions; eager without a target, and none without a selector."""
 
     selector: str | None = None
     target: Target | None = None
@@ -266,8 +263,6 @@ def shipped_or_file(name: str) -> str:
 
 
 def _rebuilt_by(value: JsonObject) -> str:
-    """Return the command that builds an older bundle again, of the parts that its manifest has."""
-
     def text(*keys: str) -> str:
         node: object = value
         for key in keys:

@@ -75,7 +75,6 @@ class Staging:
 
     @property
     def scratch(self) -> Path:
-        """Return a private folder next to the payloads, which is removed with the staging."""
         return self.folder.parent
 
     def files(self) -> dict[str, FileRecord]:
@@ -87,7 +86,6 @@ class Staging:
         return files.record_of(self.folder, name)
 
     def keep(self, manifest: Manifest) -> Bundle:
-        """Return the build as a bundle to check; an interruption leaves it to the next build of the key."""
         self._write(manifest)
         Trust.of(self.user_data).record(manifest.digest(), "built")
         return Bundle(path=self.folder, manifest=manifest, digest=manifest.digest())
@@ -205,10 +203,7 @@ def working_folder(into: Path, entry: str) -> Iterator[Path]:
 
 
 def remove_own() -> None:
-    """Remove the folders that this process works in, before it ends without unwinding.
-
-    Other threads may still write there, hence the attempts.
-    """
+    """Remove this process's working folders before it ends; again, as other threads may still write."""
     for folder in itertools.filterfalse(_has_engine, _OWN):
         for _ in range(_MAX_ATTEMPTS):
             shutil.rmtree(folder, ignore_errors=True)
@@ -355,10 +350,7 @@ def _sync(path: Path) -> None:
 
 
 def _put_in_place(folder: Path, final: Path) -> None:
-    """Move `folder` to `final`; what was there ends up in the working folder, which is removed.
-
-    A reader finds the old entry or the new one, or none between the two renames.
-    """
+    """Move `folder` to `final`; readers find the old entry or the new one, or none between two renames."""
     for attempt in range(_MAX_RENAMES):
         try:
             folder.rename(final)

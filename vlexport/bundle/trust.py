@@ -38,7 +38,6 @@ class _Records:
         return cls(folder=(user_data or user_data_folder()) / cls.NAME)
 
     def _read(self, digest: str) -> bytes | None:
-        """Return a record, None where there is none; refuse a folder that others can write to."""
         path = self.folder / check_digest(digest, "digest")
         try:
             check_private(self.folder)
@@ -63,16 +62,12 @@ class _Records:
 
 
 class Trust(_Records):
-    """The digests of bundles that were built here or approved.
-
-    What cannot be recorded is trusted by this process alone: a bundle that took minutes is not lost for it.
-    """
+    """Digests of bundles built or approved here; one that cannot be recorded is trusted by this process."""
 
     NAME = "trusted"
     _HELD: ClassVar[set[tuple[Path, str]]] = set()
 
     def probe(self) -> None:
-        """Log a warning where nothing can be recorded; refuse a folder that others can write to."""
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             check_private(self.folder)
@@ -107,7 +102,6 @@ class Trust(_Records):
             logger.debug("%s", error)
 
     def record_of(self, digest: str, how: Literal["built", "approved"], path: Path) -> None:
-        """Record the digest of a bundle; where that fails, log how it is opened by other processes."""
         self.record(digest, how)
         if (self.folder, digest) in self._HELD:
             logger.warning(
@@ -140,7 +134,6 @@ class Verdicts(_Records):
     NAME = "verdicts"
 
     def read(self, digest: str) -> Verdict | None:
-        """Return the last verdict on a bundle, or None where it was never checked again."""
         try:
             raw = self._read(digest)
             return None if raw is None else decode(Verdict, parse(raw))
@@ -161,7 +154,6 @@ class Newer(_Records):
     NAME = "newer"
 
     def read(self, digest: str) -> frozenset[str]:
-        """Return the tags of these targets; a record that is damaged or may not be read names none."""
         try:
             return frozenset((self._read(digest) or b"").decode().splitlines())
         except (OSError, UnicodeDecodeError) as error:
@@ -170,7 +162,6 @@ class Newer(_Records):
             return frozenset()
 
     def write(self, digest: str, tag: str, *, passed: bool) -> None:
-        """Record a target, or remove it where the check failed."""
         before = self.read(digest)
         if (after := before | {tag} if passed else before - {tag}) != before:
             self._keep(digest, "\n".join(sorted(after)).encode(), "the check on a newer library")

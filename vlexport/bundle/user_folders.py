@@ -56,7 +56,6 @@ class CacheFile:
             return b""
 
     def recall(self) -> bytes | None:
-        """Return what `keep` has written, or None where it is not whole."""
         stored = self.read()
         digest, content = stored[:DIGEST_BYTES], stored[DIGEST_BYTES:]
         return content if digest == hashlib.sha256(content).digest() else None
@@ -66,7 +65,6 @@ class CacheFile:
             self.path.unlink()
 
     def keep(self, content: bytes) -> None:
-        """Write content behind its SHA-256."""
         self.write(hashlib.sha256(content).digest() + content)
 
     def write(self, content: bytes) -> None:

@@ -44,10 +44,7 @@ class Checkpoint:
     def open(
         cls, source: str | Path, *, revision: str | None = None, lora: str | Path | None = None
     ) -> Checkpoint:
-        """Open a local folder, or `org/name@commit`; small files of a hub checkpoint are downloaded now.
-
-        lora  the folder of a LoRA that PEFT saved, to be folded into the weights
-        """
+        """Open a local folder or `org/name@commit`, fetching small files; `lora` is a folder of PEFT's."""
         location = locate(source, revision)
         if not location.has("config.json") and location.has("manifest.json"):
             raise CheckpointError(
@@ -257,7 +254,6 @@ class Checkpoint:
     def read(
         self, names: Mapping[str, str] | Sequence[str], *, dtype: str | None = None
     ) -> dict[str, torch.Tensor]:
-        """Read all named tensors at once, in the order given; see `tensors`."""
         tensors = dict(self.tensors(names, dtype=dtype))
         return {name: tensors[name] for name in names}
 
@@ -287,7 +283,6 @@ class Checkpoint:
         return digest_of(self.weights.describe(_as_mapping(names)))
 
     def complete(self) -> Path:
-        """Return the folder with every weight file in it; download missing ones of a hub checkpoint."""
         self.location.fetch(self.weights.files())
         return self.path
 

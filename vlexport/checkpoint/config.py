@@ -39,7 +39,6 @@ def _size(most: int) -> _Kind[int]:
 
 
 def _square(value: object) -> int | None:
-    """Read a side, or a square that names both of its sides."""
     sides = list(value.values()) if isinstance(value, Mapping) else [value]
     return _size(1024).parse(sides[0]) if sides and all(side == sides[0] for side in sides) else None
 
@@ -169,7 +168,6 @@ class ConfigView:
                 self.refuse(key, self.values[key], f"{value!r}, or none: nothing else can be followed here")
 
     def checked(self, kinds: Mapping[str, _Kind[Any]]) -> ConfigView:
-        """Return the view without null entries; refuse entries that are not of their kind in `kinds`."""
         for key, kind in kinds.items():
             self.get(key, kind, None)
         values = {key: value for key, value in self.values.items() if value is not None}

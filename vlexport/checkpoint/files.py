@@ -69,10 +69,7 @@ def rounded(name: str, values: torch.Tensor, dtype: str | None) -> torch.Tensor:
 
 
 class WeightFiles:
-    """The safetensors files of one checkpoint; headers and files on the hub are fetched when first needed.
-
-    single  the file that holds all, where there is no index
-    """
+    """The safetensors files of one checkpoint, fetched when first needed; `single` if there is no index."""
 
     def __init__(self, location: Location, single: str = SINGLE) -> None:
         self.location = location
@@ -97,7 +94,6 @@ class WeightFiles:
         return self._headers[file][name]
 
     def read(self, names: Mapping[str, str], dtype: str | None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield keys with their tensors, in the order of the files' bytes."""
         for key, stored, file in self._in_order(names):
             yield key, self._tensor(stored, file, dtype, _DTYPES.values())
 
@@ -107,7 +103,6 @@ class WeightFiles:
         return {key: self._tensor(stored, file, None, kinds) for key, stored, file in self._in_order(names)}
 
     def describe(self, names: Mapping[str, str]) -> dict[str, str]:
-        """Return name, dtype, shape and SHA-256 of the bytes of each tensor, as JSON."""
         parts: dict[str, str] = {}
         staging = memoryview(bytearray(_CHUNK))
         for key, stored, file in self._in_order(names):
@@ -234,15 +229,12 @@ class ComputedWeights(ABC):
         """Return whether a tensor is read as something else than its bytes."""
 
     @abstractmethod
-    def compute(self, name: str, dtype: str | None) -> torch.Tensor:
-        """Return such a tensor, in the dtype where it is one of floating point."""
+    def compute(self, name: str, dtype: str | None) -> torch.Tensor: ...
 
     @abstractmethod
-    def description(self, key: str, name: str) -> str:
-        """Return what a digest has to cover of such a tensor."""
+    def description(self, key: str, name: str) -> str: ...
 
     def read(self, names: Mapping[str, str], dtype: str | None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield keys with their tensors, computed ones after the others."""
         computed = {key: name for key, name in names.items() if self.computes(name)}
         yield from self.base.read({key: names[key] for key in names if key not in computed}, dtype)
         for key, name in computed.items():

@@ -1,7 +1,4 @@
-"""Names of the parts of a checkpoint: tower, connector and language model.
-
-LoRA, quantisation and serving systems address modules by such prefixes.
-"""
+"""Names of tower, connector and language model, by which LoRA and serving systems address modules."""
 
 from __future__ import annotations
 

@@ -67,7 +67,6 @@ class Module:
         )
 
     def require(self, part: str, dtypes: Sequence[str], shape: Sequence[int | None] | None = None) -> Shape:
-        """Return the shape of a part that has to be there in one of these dtypes; None is any size."""
         if part not in self.parts:
             others = listed([f"{self.name}.{ending}" for ending in self.parts])
             self.refuse(part, "is missing", f"it together with {others}")
@@ -188,7 +187,6 @@ class QuantizedWeights(ComputedWeights):
         return json.dumps([key, digest, [parts[ending] for ending in sorted(parts)]])
 
     def summary(self, names: Iterable[str]) -> str | None:
-        """Return method and count of the quantised tensors among these; None if there is none."""
         quantised = [name in self.packed for name in names]
         return f"{self.method}, {sum(quantised)} of {len(quantised)} tensors" if any(quantised) else None
 

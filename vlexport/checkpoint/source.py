@@ -190,10 +190,7 @@ def open_inside(folder: Path, name: str) -> BufferedReader:
 
 
 def link_root(folder: Path) -> Path:
-    """Return where links may lead: the folder, or the hub cache entry that it is a snapshot of.
-
-    The hub cache keeps `snapshots/COMMIT/NAME` as links into `blobs/` of the same entry.
-    """
+    """Return where links may lead: the folder, or the entry of the hub cache whose `blobs/` it links to."""
     real = folder.resolve()
     entry = real.parent.parent
     if COMMIT.fullmatch(real.name) and real.parent.name == "snapshots" and (entry / "blobs").is_dir():

@@ -62,7 +62,6 @@ class BuildOptions:
     )
 
     def arguments(self, context: typer.Context) -> dict[str, Any]:
-        """Return the arguments of `request`; write the options to a file if one is given."""
         from vlexport.backends import BuildLimits
 
         if self.write_config is not None:

@@ -98,7 +98,6 @@ def parity(
 
 
 def _store(bundle: Bundle, report: ParityReport, source: Checkpoint, recipe: str | None) -> str:
-    """Store a verdict; return why that cannot be, or an empty text."""
     from vlexport._build.build import store_verdict
 
     try:
@@ -125,7 +124,6 @@ def inspect(
 
 
 def _rows_of(name: str, value: object) -> Iterator[tuple[str, str]]:
-    """Yield name and text of each row; names of nested values are joined by dots."""
     if _is_table(value):
         for index, row in enumerate(value):
             fields = dict(row) if isinstance(row, Mapping) else row

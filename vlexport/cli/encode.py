@@ -113,7 +113,6 @@ def _encode_files(
 
 
 def _files(media: options.PrunedMedia) -> tuple[list[options.File], list[options.File]]:
-    """Return images and videos; refuse none, and files of which none can be opened."""
     from vlexport.runtime.request import NOTHING
 
     images, videos = options.media_files(media.image), options.media_files(media.video)

@@ -109,7 +109,6 @@ class Opening:
     threads: int = option("N", "Engine threads (0: library default).", default=0)
 
     def arguments(self, *, shared_weights: bool = False) -> dict[str, Any]:
-        """Return those of `load` and `sweep` about the bundle."""
         from vlexport.backends import Options
 
         engine = Options(threads=self.threads, shared_weights=shared_weights)
@@ -144,7 +143,6 @@ class Decoding:
     device: str = option("DEVICE", "Decoder device, e.g. cpu, cuda, cuda:1.", default="cpu")
 
     def arguments(self, prompt_layout: str | None = None) -> dict[str, Any]:
-        """Return those of `load` and `sweep` about the decoder."""
         from vlexport.runtime.decoder import DecoderOptions
         from vlexport.runtime.generate import RuntimeOptions
 

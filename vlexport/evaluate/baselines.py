@@ -43,7 +43,6 @@ class Baseline:
         return self
 
     def _random(self) -> torch.Generator:
-        """Return random numbers of the host: the same on every device."""
         return torch.Generator().manual_seed(self.seed)
 
 

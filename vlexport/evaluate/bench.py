@@ -102,7 +102,6 @@ class Contender:
         return float(calls.quantile(share)) * 1e3 if self.rounds else None
 
     def seconds(self) -> float:
-        """Time one call; work that a GPU has been given is a part of it."""
         wait: Callable[[], object] = torch.cuda.synchronize if self.device == "cuda" else lambda: None
         wait()
         started = time.perf_counter()

@@ -34,10 +34,7 @@ class Estimate:
 
 
 def wilson(right: float, total: int) -> Estimate:
-    """Return the share of successes with Wilson's score interval, which is never outside 0 to 1.
-
-    `right` may be a fraction: the mean number over repetitions of the same trials.
-    """
+    """Return a share of successes with Wilson's interval; `right` may be a mean over repeated trials."""
     share = right / total
     centre = (share + Z**2 / (2 * total)) / (1 + Z**2 / total)
     reach = Z / (1 + Z**2 / total) * math.sqrt(share * (1 - share) / total + (Z / (2 * total)) ** 2)

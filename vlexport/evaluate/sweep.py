@@ -241,7 +241,6 @@ class Runner:
         self._last: tuple[object, Encoded, float] | None = None
 
     def outcomes(self, case: Case) -> Outcomes:
-        """Return the outcomes of one question; selectors keep equally many tokens at each rate."""
         item, seconds = self._encoded(case)
         steps, request = self._steps(None), self._request(case, item, 0.0)
         answer = steps.completed(steps.preprocess(request))
@@ -262,10 +261,7 @@ class Runner:
         return outcomes
 
     def _encoded(self, case: Case) -> tuple[Encoded, float]:
-        """Return the embeddings of the media and the seconds from file to embeddings.
-
-        Questions about one file after the other share them.
-        """
+        """Return embeddings and the seconds from file to them; neighbours about one file share them."""
         key = (case.kind, case.source, case.fps) if isinstance(case.source, str | Path) else None
         if key is None or self._last is None or self._last[0] != key:
             started = time.perf_counter()

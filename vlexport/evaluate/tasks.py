@@ -60,7 +60,6 @@ class Question:
 
     @property
     def chance(self) -> float | None:
-        """Return the share of right answers of a blind guess; None without choices."""
         return 1 / len(self.choices) if self.choices else None
 
 

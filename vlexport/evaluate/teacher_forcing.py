@@ -25,7 +25,6 @@ class ForcedAnswer:
     same: tuple[bool, ...]
 
     def divergence(self, other: ForcedAnswer) -> Tensor:
-        """Return KL(self, other) in nats for each token of the answer."""
         return (self.logs_AV.exp() * (self.logs_AV - other.logs_AV)).sum(-1).clamp(min=0.0)
 
 

@@ -38,10 +38,7 @@ def is_array(source: object) -> TypeGuard[np.ndarray | Tensor]:
 
 
 def to_frames(source: np.ndarray | Tensor, kind: str, limits: MediaLimits) -> Tensor:
-    """Return an array or tensor as [T, H, W, 3] on its device, sharing memory where possible.
-
-    Channels are last where the last axis has three entries, else first ([T, 3, H, W]) where that one has.
-    """
+    """Return [T, H, W, 3] on the source's device, sharing memory where possible; takes [T, 3, H, W] too."""
     import numpy as np
     import torch
 

@@ -51,10 +51,7 @@ MAX_JPEG_SEGMENTS = 10_000
 def read_image(
     source: Path | str | bytes | BinaryIO | Image | np.ndarray | Tensor, limits: MediaLimits = DEFAULT_LIMITS
 ) -> Pixels:
-    """Read one image as [1, H, W, 3].
-
-    Arrays and tensors are uint8 [H, W, 3] or [3, H, W]; tensors stay on their device.
-    """
+    """Read one image as [1, H, W, 3]; arrays and tensors are uint8, channels last or first."""
     import PIL.Image
 
     source = plain(source, limits)  # type: ignore[assignment]
@@ -114,7 +111,6 @@ def _damaged(name: str) -> MediaError:
 
 
 def _pixels(image: Image, name: str) -> Pixels:
-    """Return an image decoded, upright and RGB; in bands, as a conversion takes several times its picture."""
     import numpy as np
     import torch
 

@@ -48,7 +48,6 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def _is_file(path: Path) -> bool:
-    """Return whether a path is a regular file; one that cannot be looked at fails later, as an item."""
     try:
         return stat.S_ISREG(path.stat().st_mode)
     except OSError:

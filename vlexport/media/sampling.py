@@ -16,10 +16,7 @@ from vlexport.specs import check_frame_rate
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """Frames per second to take from a file, and how many in all; the count is a multiple of `multiple`.
-
-    The defaults are those that the Qwen-VL families are trained with.
-    """
+    """Frames per second and most frames, in multiples of `multiple`; the defaults are of Qwen-VL."""
 
     frames_per_second: float = 2.0
     min_frames: int = 4
@@ -46,10 +43,7 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """The times of the frames of a file: ascending ticks of `tick` seconds each, and the declared rate.
-
-    `is_ordered`: the file holds no times of frames, only their number.
-    """
+    """Ascending times of frames in ticks of `tick` seconds, and the rate; `is_ordered`: without times."""
 
     ticks: Sequence[int]
     tick: Fraction

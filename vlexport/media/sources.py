@@ -22,10 +22,7 @@ _BASE64 = re.compile(r"data:[^,]{0,200};base64,", re.IGNORECASE)
 
 
 def plain(source: object, limits: MediaLimits) -> object:
-    """Return the bytes of a buffer, of an open binary file or of a `data:` URL; anything else unchanged.
-
-    Files are read whole from their start, and their position is put back.
-    """
+    """Return the bytes of a buffer, an open binary file or a `data:` URL; anything else unchanged."""
     if isinstance(source, bytearray | memoryview):
         return bytes(source)
     if isinstance(source, io.IOBase):

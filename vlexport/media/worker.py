@@ -170,7 +170,6 @@ def _stream(container: InputContainer, name: str, limits: MediaLimits) -> VideoS
 
 
 def _timeline(container: InputContainer, stream: VideoStream, name: str, limits: MediaLimits) -> Timeline:
-    """Return when frames are shown, from the packets, undecoded."""
     hides = stream.codec_context.name in {"vp8", "libvpx"}
     ticks: set[int] = set()
     # This container has decoding times only; the library guesses the others, wrongly.
@@ -199,7 +198,6 @@ def _timeline(container: InputContainer, stream: VideoStream, name: str, limits:
 def _frames(
     container: InputContainer, stream: VideoStream, timeline: Timeline, choice: Choice
 ) -> Iterator[VideoFrame]:
-    """Yield the chosen frames by their own times, or by their order where the file has none."""
     ticks, chosen = timeline.ticks, list(choice.indices)
     for number, frame in enumerate(container.decode(stream)):
         if frame.is_corrupt:

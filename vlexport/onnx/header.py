@@ -41,10 +41,7 @@ _PLACE = {"location", "offset", "length", "checksum"}
 
 
 def check_model(content: bytes, weights: Mapping[str, int] | None = None) -> None:
-    """Refuse a serialized model beyond the limits, with an `InputError`.
-
-    weights  size of each file that tensors may be in, by name; None where no such file will be read
-    """
+    """Refuse a model beyond the limits; `weights` are sizes of files of tensors, None if none is read."""
     view = memoryview(content)
     waiting, num_nodes = [("model", 0, len(view), 0)], 0
     while waiting:

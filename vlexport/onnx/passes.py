@@ -126,7 +126,6 @@ def _cuts(linear: Linear) -> list[ir.Node] | None:
 
 
 def _row_taken(node: ir.Node) -> int | None:
-    """Return the one row of axis 1 that a slice takes."""
     if node.op_type != "Slice" or len(node.inputs) < 4:
         return None
     constants = [constant_of(value) for value in node.inputs[1:4]]

@@ -66,7 +66,6 @@ def portable_graphs(graph: Graph, selector: str | None) -> dict[str, bytes]:
 
 
 def _kept(name: str, settings: list[Json], make: Callable[[], onnx.ModelProto]) -> bytes:
-    """Return the graph made of these settings, and of nothing else, from the user's cache."""
     source = digest_with_imports(f"import {__name__}".encode())
     key = canonical([name, settings, source, {library: version(library) for library in LIBRARIES}])
     file = CacheFile.of("graphs", hashlib.sha256(key).hexdigest())

@@ -87,10 +87,7 @@ def to_onnx(
 
 @contextmanager
 def slices_found_by_type() -> Iterator[None]:
-    """Try a rule of the exporter's optimiser on slices alone: the only nodes that it matches.
-
-    It lists the whole graph for every node that it is tried on: 8 s of 25 for a tower of 32 blocks.
-    """
+    """Try a rule of the optimiser on slices alone: elsewhere it lists the whole graph in vain (8 s of 25)."""
     rule: Any = slice_split_rule
     tried = rule.match
 

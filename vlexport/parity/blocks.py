@@ -40,10 +40,7 @@ def stage_name(index: int) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """Blocks that are built together; the first and last stage of the tower come with the outer groups.
-
-    `levels` are outputs that leave between blocks, each with the block after which it does.
-    """
+    """Blocks that are built together, the first and last stage at the ends; `levels` leave after a block."""
 
     start: int
     blocks: tuple[nn.Module, ...]

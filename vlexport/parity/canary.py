@@ -34,10 +34,7 @@ def canary_row(
     again: Callable[[str, Outputs], Sequence[Answer]],
     judge: Judge,
 ) -> Row:
-    """Return the row that counts wrong answers which `judge` lets pass.
-
-    `again` gives a sample to an engine that replays given outputs; `answers` are the real ones.
-    """
+    """Return the row that counts wrong answers which `judge` passes; `again` replays outputs as an engine."""
     right = max((answer for answer in answers if answer.outputs), key=_num_rows, default=None)
     if right is None:
         return replace(count_row(CANARY, 1, ORIGIN, note="no answer to spoil"), level="L1")

@@ -353,7 +353,6 @@ class Checker:
         return dtype_rows(list(self.answers_to(near)), truths, None)
 
     def _structure_alone(self, name: str) -> list[Row]:
-        """Return L1 of one sample against the reference in float64."""
         return self._structure_of([sample for sample in self.samples if sample.name == name])
 
     def _structure_nearby(self, name: str) -> list[Row]:

@@ -152,7 +152,6 @@ def _flat(sample: Sample) -> Sample:
 
 
 def _single_window(subject: BuildSpec) -> Sample:
-    """Return one image of one window, or of one frame where there are no windows."""
     packing = subject.packing
     sides = [math.isqrt(kind.largest) for kind in packing.segmentations if kind.largest]
     side = packing.merge * next(iter(sides), 4)

@@ -346,7 +346,6 @@ def _of_output(exact: Callable[[], Mapping[str, Tensor]], name: str) -> Exact | 
 
 
 def _exact_alone(subject: BuildSpec, sample: Sample, off: Callable[[str], bool]) -> Mapping[str, Tensor]:
-    """Return what our tower gives in float64 with these weights at zero; nothing in halves."""
     if not subject.is_exact:
         return {}
     tower = subject.tower()

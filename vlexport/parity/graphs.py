@@ -126,7 +126,6 @@ def portable_rows(portable: Portable, selector: Selector, recipe: Recipe[C], con
 
 
 def _first(faults: Iterator[str]) -> list[str]:
-    """Return the first fault, or the error of a graph that does not run."""
     try:
         return list(islice(filter(None, faults), 1))
     except (VlexportError, LookupError, RuntimeError, TypeError, ValueError) as error:

@@ -81,7 +81,6 @@ def _of_call(subject: BuildSpec, sample: Sample) -> Faults:
 
 
 def _patches(sample: Sample, inputs: Mapping[str, Tensor]) -> Faults:
-    """Compare the patches that both sides get; nothing if the engine takes others."""
     expected = torch.cat([item.patches for item in sample.items])
     actual = inputs.get("patches")
     if actual is None or actual.shape != expected.shape:
@@ -152,10 +151,7 @@ READ_AGAIN = 256 << 20
 
 
 def check_weights(subject: BuildSpec) -> Faults:
-    """Compare tensors with what safetensors reads from the checkpoint's files, bit for bit.
-
-    Those that an adapter changes, or that are stored quantised, are left to the tests of their readers.
-    """
+    """Compare tensors with the checkpoint's files bit for bit; adapted and quantised ones have own tests."""
     checkpoint = subject.checkpoint
     names = subject.recipe.weight_names(checkpoint, subject.config)
     sizes = {name: math.prod(checkpoint.stored(stored).shape) for name, stored in names.items()}

@@ -74,10 +74,7 @@ def block_row(
     exact: Callable[[], Exact | None],
     limit: Limit = BLOCK_LIMIT,
 ) -> Row:
-    """Return L1 of one stage on the very input of the other side's.
-
-    Over the limit it is compared with `exact`, the other side's in float64, within that side's own rounding.
-    """
+    """Return L1 of a stage on the other side's input; over the limit against `exact`, within its rounding."""
     limits = {"relative_l2": limit.relative_l2, "worst_token": limit.worst_token}
     row = compared("L1", stage, sample, pair, (limits, limit.origin))
     measured = exact() if row.verdict == "failed" and row.metrics else None
@@ -233,7 +230,6 @@ def _numbers(floor: Floor | None, name: str) -> Metrics | None:
 
 
 def _largest_floor(truths: ReferenceOutputs) -> dict[str, Metrics]:
-    """Return the largest of each metric of the noise measured, for samples too large for float64."""
     floors: dict[str, list[Metrics]] = {}
     for truth in truths.of.values():
         for name in truth.floor or {}:

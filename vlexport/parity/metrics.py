@@ -17,10 +17,7 @@ COLLAPSED = 0.01
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Metrics:
-    """Errors relative to the reference's own size; counts are floats so that all values are of one kind.
-
-    worst_at  the row of the worst token
-    """
+    """Errors relative to the reference's size, counts as floats; `worst_at` is the row of the worst token."""
 
     relative_l2: float
     worst_token: float
@@ -52,7 +49,6 @@ class Exact:
     nearby: Sequence[tuple[Tensor, Tensor]] = ()
 
     def floor(self, narrow: Sequence[Tensor]) -> Metrics | None:
-        """Return the largest of each metric of what float32 loses, here and nearby."""
         pairs = [*((rows, self.wide) for rows in narrow), *self.nearby]
         return largest([metrics for pair in pairs if isinstance(metrics := compare(*pair), Metrics)])
 

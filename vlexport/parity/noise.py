@@ -123,10 +123,7 @@ def tables_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def in_dtype(reference: Reference, items: Sequence[MediaItem], dtype: str) -> dict[str, Tensor]:
-    """Return the reference's outputs with weights and pixels in a smaller dtype; its module keeps it.
-
-    Buffers stay: tables of angles are float32 in every loader.
-    """
+    """Return outputs with weights and pixels in a smaller dtype, which the module keeps; buffers stay."""
     kind: torch.dtype = getattr(torch, dtype)
     _cast(reference.module, kind, buffers=False)
     return reference.run([_cast_item(item, kind) for item in items])
@@ -151,10 +148,7 @@ def cap_of(quantisation: Quantisation) -> Limit:
 
 
 def raised(cap: Limit, lost: Metrics) -> Limit:
-    """Return the cap, or 15 % over what the reference loses in the same integers where that is more.
-
-    Never more than a quarter over the cap: beyond that the checkpoint does not bear integers.
-    """
+    """Return the cap, or 15 % over what the reference loses in these integers, at most 1.25 times the cap."""
     limits = {
         name: min(max(getattr(cap, name), HEADROOM * getattr(lost, name)), MOST_RAISED * getattr(cap, name))
         for name in ("relative_l2", "worst_token")
@@ -170,10 +164,7 @@ def origin_of(quantisation: Quantisation) -> str:
 
 
 def quantized_reference(subject: BuildSpec) -> Reference:
-    """Return the reference with the weights of its blocks on the grid of int8, in float32 arithmetic.
-
-    Where kernels round what a layer takes, so do these layers.
-    """
+    """Return the reference with blocks' weights on the grid of int8, and inputs where kernels do so."""
     scheme = subject.quantisation
     assert scheme is not None
     names = subject.recipe.weight_names(subject.checkpoint, subject.config)

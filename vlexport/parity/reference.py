@@ -123,10 +123,7 @@ def run_reference(
     blocks: bool = True,
     whole: bool = False,
 ) -> ReferenceOutputs:
-    """Run the reference; float64 answers replace float32 ones wherever they are affordable, or always.
-
-    Unless `blocks` is false, those of deep towers are kept. `whole` takes float64 for calls of any size.
-    """
+    """Run the reference, in float64 where affordable or `whole`; `blocks` of deep towers are kept."""
     with steady_arithmetic():
         reference = reference_of(subject)
         chosen = _chosen(samples) if blocks and not _is_shallow(subject) else ()
@@ -172,7 +169,6 @@ def run_blocks(subject: BuildSpec, samples: Sequence[Sample], progress: Progress
 
 
 def _is_shallow(subject: BuildSpec) -> bool:
-    """Return whether our tower is known to have few blocks, before the reference keeps its own."""
     blocks = getattr(subject.recipe.outline(subject.config), "blocks", None)
     return blocks is not None and len(blocks) <= DEEP
 

@@ -1,7 +1,4 @@
-"""Results of an accuracy check: rows with metrics, limits and their origin, and the verdict that follows.
-
-A verdict is computed from metrics and limits, again when a report is read.
-"""
+"""Results of an accuracy check: rows with metrics, limits and origin; the verdict is computed from them."""
 
 from __future__ import annotations
 
@@ -74,7 +71,6 @@ class Row:
 
     @property
     def is_exact(self) -> bool:
-        """Return whether only 0 passes."""
         return bool(self.limits) and not any(self.limits.values())
 
     def share(self) -> tuple[str, float] | None:

@@ -114,10 +114,7 @@ def scaled(item: MediaItem, factor: float, levels: PixelNormalisation | None) ->
 def random_items(
     recipe: Recipe[Any], config: Any, mix: Sequence[tuple[str, Grid]], *, seed: int
 ) -> tuple[MediaItem, ...]:
-    """Return items of noise over a slope: no row is constant, and no two rows or items are equal.
-
-    Where patches are bytes, they are the nearest ones, from 0 to 255.
-    """
+    """Return items of noise over a slope, no two rows equal; bytes are the nearest ones, from 0 to 255."""
     generator = torch.Generator().manual_seed(seed)
     packing = recipe.packing(config)
 

@@ -31,10 +31,7 @@ NO_TIME = EMPTY = -1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """One slice of a call: its item, its number there, its sides in cells, its frame number and its group.
-
-    learned  rows of the tower's own before its cells
-    """
+    """One slice of a call: item, number, sides in cells, frame, group; `learned` are the tower's own rows."""
 
     item: int
     number: int
@@ -112,7 +109,6 @@ class Call:
         return sum(piece.rows * piece.columns for piece in own)
 
     def raster(self) -> Iterator[list[int]]:
-        """Yield the patches of each cell, as they came, where slices are cut row by row."""
         start = 0
         for piece in self.pieces:
             columns = piece.columns * self.merge

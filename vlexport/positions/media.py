@@ -15,10 +15,7 @@ from vlexport.positions.rules import FrameMarkers, PlacedMedia, PositionRule, me
 
 
 def full_positions(item: PlacedMedia, rule: PositionRule) -> Tensor:
-    """Return time, row, column and merged width of every token of an item of an un-pruned prompt.
-
-    In raster order: int64 (tokens, 4).
-    """
+    """Return time, row, column and merged width of every token un-pruned, in raster order: (tokens, 4)."""
     return _channels(unpruned_times(item, rule), *merged_sides(item.grid, rule.merge))
 
 
@@ -46,10 +43,7 @@ def pruned_times(item: PlacedMedia, rule: PositionRule) -> Tensor:
 
 
 def pruned_channels(item: PlacedMedia, rule: PositionRule, kept_K: Tensor) -> Tensor:
-    """Return the block of an item of a pruned prompt: `[time, row, column, merged width]`, (4, K).
-
-    A kept token keeps the coordinates of the cell it came from.
-    """
+    """Return `[time, row, column, merged width]` (4, K) of a pruned item; tokens keep coordinates."""
     channels_G4 = _channels(pruned_times(item, rule), *merged_sides(item.grid, rule.merge))
     return channels_G4.to(kept_K.device).index_select(0, kept_K).T
 

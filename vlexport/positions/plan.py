@@ -20,10 +20,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """Columns of one item, and how many of its rows (at least one, from its start) are at hand.
-
-    Columns without a row take the item's start.
-    """
+    """Columns of one item and how many of its rows are at hand; the other columns take its start."""
 
     offset: int
     length: int

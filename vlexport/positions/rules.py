@@ -122,10 +122,7 @@ class PlacedMedia:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptPositions:
-    """The table of a prompt and the shift of what is decoded after it; integers, never embeddings' columns.
-
-    delta  zero-dimensional, on the table's device: the n-th token of the sequence sits at n + delta.
-    """
+    """The table of a prompt; later tokens sit at n + `delta`, zero-dimensional on the table's device."""
 
     table_RN: Tensor
     delta: Tensor

@@ -39,7 +39,6 @@ class Placeholder:
         return self.length if self.is_embed is None else sum(self.is_embed)
 
     def runs(self) -> tuple[tuple[int, int], ...]:
-        """Return unbroken runs of embedding slots as prompt columns [first, stop)."""
         if self.is_embed is None:
             return ((self.offset, self.offset + self.length),)
         runs: list[tuple[int, int]] = []
@@ -86,10 +85,7 @@ def check_merge(text_ND: Tensor, visual_VD: Tensor, slots_V: Tensor) -> None:
 
 
 def merge_visual(text_ND: Tensor, visual_VD: Tensor, slots_V: Tensor) -> Tensor:
-    """Return the text's embeddings with row i of the visual ones at column `slots_V[i]`, in the text's dtype.
-
-    Slots come from `visual_slots`, on the text's device: distinct and inside the prompt.
-    """
+    """Return the text's embeddings, in their dtype, with visual row i at column `slots_V[i]` (distinct)."""
     check_merge(text_ND, visual_VD, slots_V)
     return text_ND.index_copy(0, slots_V, visual_VD.to(text_ND.dtype))
 

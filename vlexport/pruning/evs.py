@@ -79,18 +79,12 @@ def retained_count(tokens_per_frame: int, frames: int, rate: float) -> int:
 def prune(
     embeds_RD: Tensor, grid_thw: Grid, merge: int, rate: float | None, selection: Selection = EVS
 ) -> Pruned:
-    """Return rows of one video that survive, and their indices.
-
-    Without a rate, or with 0, the embeddings come back as they are, not copied.
-    """
+    """Return the rows of a video that survive and their indices; without a rate, all, not copied."""
     return prune_by(selection, embeds_RD, grid_thw, merge, rate)
 
 
 def dissimilarity(embeds_RD: Tensor, num_tokens: int, plain_ops: bool) -> Tensor:
-    """Return one minus the cosine similarity to the row one frame before (C), as float32.
-
-    Every step is rounded to the embeddings' dtype.
-    """
+    """Return 1 - cosine similarity to one frame before (C), float32, in steps of the embeddings' dtype."""
     dtype = embeds_RD.dtype
     # In float16 the bound is 0, so a zero vector gives 0 / 0; `scores` settles that.
     norm_R1 = torch.linalg.vector_norm(embeds_RD.float(), dim=-1, keepdim=True).clamp_min(1e-8)

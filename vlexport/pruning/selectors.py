@@ -34,8 +34,7 @@ class Selector(Protocol):
     """A rule that drops tokens and leaves the others where they are."""
 
     @property
-    def name(self) -> str:
-        """Name in plans and manifests."""
+    def name(self) -> str: ...
 
     @property
     def sums_are_exact(self) -> bool:
@@ -44,14 +43,12 @@ class Selector(Protocol):
     def least_kept(self, tokens_per_frame: C, frames: C) -> C:
         """Return the count below which pruning never goes: one frame's tokens, or one token a frame."""
 
-    def retained_count(self, tokens_per_frame: int, frames: int, rate: float) -> int:
-        """Return how many of a video's tokens survive."""
+    def retained_count(self, tokens_per_frame: int, frames: int, rate: float) -> int: ...
 
     def scores(self, embeds_TND: Tensor, share: Tensor) -> Tensor:
         """Return float32 (T, N), no NaN: the higher is kept, of equals the one with the lower index."""
 
-    def portable(self) -> Selector:
-        """Return the same choice by operations that every graph format knows."""
+    def portable(self) -> Selector: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -40,10 +40,7 @@ SMALLEST_EXPONENT = -80
 
 
 def snapped_dissimilarity(embeds_RD: Tensor, num_tokens: int, portable: bool) -> Tensor:
-    """Return one minus the cosine similarity to the row one frame before (C), in multiples of 2**-10.
-
-    Zero rows, and rows that hold infinity or NaN, are dissimilar by 1.
-    """
+    """Return 1 - cosine similarity to one frame before (C) in 2**-10; 1 for rows of zeros or NaN."""
     scale_R1 = _scale(embeds_RD, portable)
     num_changed = embeds_RD.shape[0] - num_tokens
     current_CD = _whole(embeds_RD[num_tokens:], scale_R1[num_tokens:])

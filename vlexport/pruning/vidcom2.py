@@ -57,7 +57,6 @@ class VidCom2Selector:
 
 
 def _steady_channels(rows_RD: Tensor) -> Tensor:
-    """Return unit rows over the half of the channels that vary least over the video."""
     variance_D = rows_RD.var(0, correction=0)
     chosen_E = variance_D.topk(torch.sym_max(1, rows_RD.shape[1] // 2), largest=False).indices
     return F.normalize(rows_RD.index_select(1, chosen_E), dim=-1)
@@ -80,7 +79,6 @@ def _budgets(score_T: Tensor, share: Tensor, num_tokens: int) -> Tensor:
 
 
 def _ranks(values: Tensor) -> Tensor:
-    """Return place of each value in descending order along the last axis, from 0."""
     order = values.topk(values.shape[-1]).indices
     places = torch.arange(values.shape[-1], device=values.device).expand_as(order)
     return torch.zeros_like(order).scatter(-1, order, places)

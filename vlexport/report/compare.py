@@ -1,7 +1,4 @@
-"""Two results side by side: bundles, accuracy tables, or timings; what cannot be compared is refused.
-
-`vlexport.onnx.diff` is about graphs; here they are one of the parts of a bundle.
-"""
+"""Two results side by side: bundles, accuracy tables or timings; what cannot be compared is refused."""
 
 from __future__ import annotations
 
@@ -79,10 +76,7 @@ class GraphPair:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimedPair:
-    """A contender of two files: medians, and how many times as fast the second is.
-
-    against_reference  how many times as fast as the reference of its own file
-    """
+    """A contender of two files: medians, speed-up, and speed-ups against each file's own reference."""
 
     name: str
     second_name: str
@@ -94,11 +88,7 @@ class TimedPair:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """What differs between two results of a kind.
-
-    waived    reasons for which such a comparison is refused by default
-    unpaired  contenders of one file that the other lacks
-    """
+    """Differences of two results; `waived` obstacles, and `unpaired` contenders that one file lacks."""
 
     kind: Kind
     first: str
@@ -205,7 +195,6 @@ def _subject(path: Path, trust: str | None) -> _Subject:
 
 
 def _model(identity: JsonObject) -> str:
-    """Return the digest of the weights, and that of the adapter that was folded into them."""
     return " ".join(str(identity[name]) for name in MODEL if identity.get(name) is not None)
 
 

@@ -73,11 +73,7 @@ class Planned:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Results:
-    """What was measured of a bundle; each part may be absent.
-
-    timings  calls in ascending order of their tokens
-    overlay  a PNG of what pruning kept
-    """
+    """What was measured of a bundle; `timings` ascend by tokens, `overlay` is a PNG of kept tokens."""
 
     timings: Sequence[Timed] = ()
     plan: Planned | None = None

@@ -54,16 +54,12 @@ class Film:
             )
 
     def frame(self, index: int) -> Tensor:
-        """Return the first of the frames that a grid frame merges."""
         per_grid_frame = math.ceil(len(self.frames) / len(self.kept))
         return self.frames[min(index * per_grid_frame, len(self.frames) - 1)]
 
 
 def write_sheet(out: Path, answer: Answer, request: Request, pipeline: Pipeline) -> None:
-    """Draw what became of the request's own images and videos, which are read once more.
-
-    The PNG's text entries name the bundle, the rule and rate of pruning, and the media.
-    """
+    """Draw the request's images and videos, read once more; PNG texts name bundle, rule, rate and media."""
     from PIL.PngImagePlugin import PngInfo
 
     bounds = pipeline.options.limits.media
@@ -91,10 +87,7 @@ def films_of(
     merge: int,
     rule: str = "",
 ) -> list[Film]:
-    """Return the media of an answer with the pixels that they came from, in prompt order.
-
-    rule  method and rate of pruning, for the titles of what was pruned
-    """
+    """Return an answer's media with their pixels in prompt order; `rule` is for titles of pruned ones."""
     import torch
 
     sources = {"image": iter(images), "video": iter(videos)}

@@ -1,7 +1,4 @@
-"""One HTML file about a bundle: origin, accuracy, and what other commands measured of it. It loads nothing.
-
-Every number stands in a `data` element with its whole value, as manifest, accuracy table and files have it.
-"""
+"""One offline HTML file about a bundle; numbers stand in `data` elements with their whole values."""
 
 from __future__ import annotations
 
@@ -134,7 +131,6 @@ takes; it is full at the limit.</p>
 
 
 def _rows(rows: Iterable[Row]) -> Iterator[Sequence[object]]:
-    """Yield the cells of each row; what limits follow from is shown where it changes."""
     before = ""
     for row in rows:
         notes = [row.note, f"limit: {row.origin}" if row.origin != before else ""]
@@ -214,7 +210,6 @@ is larger than ratios.</p>
 
 
 def _contender(contender: Contender, bundle: Bundle) -> str:
-    """Return the name of a reference, or of a bundle without its folders."""
     if not is_of(contender, bundle.manifest):
         return Path(contender.name).name
     return "this bundle (twin)" if contender.name == f"{contender.base} (twin)" else "this bundle"
@@ -335,7 +330,6 @@ def _facts(facts: Mapping[str, Json]) -> str:
 
 
 def _spelled(value: Json) -> Iterator[str]:
-    """Yield the parts of a value; nothing and truth in words."""
     if isinstance(value, Mapping):
         for name, item in value.items():
             yield f"{_text(name)}: {', '.join(_spelled(item))}"

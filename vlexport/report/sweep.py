@@ -122,7 +122,6 @@ class Sweep:
         return sweep
 
     def tables(self) -> list[tuple[list[str], list[list[str]]]]:
-        """Return head and rows of the table, of one of videos where there are images, and by category."""
         judged = ["accuracy %"] if self.task else []
         head = ["rate", "kept", *judged, "top-1 %", "KL", "exact %", "over rate 0", f"over {BASELINE}"]
         names = list(self.rows[0].categories)

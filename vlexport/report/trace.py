@@ -13,10 +13,7 @@ from vlexport.runtime.outputs import writing
 
 @contextmanager
 def traced(out: Path | None) -> Iterator[None]:
-    """Record the block and write it to a file for ui.perfetto.dev, or do nothing without one.
-
-    Kernels of a GPU are recorded where torch has one. The block itself runs slower.
-    """
+    """Record the block to a file for ui.perfetto.dev, with kernels of a GPU; do nothing without a file."""
     if out is None:
         yield
         return

@@ -92,7 +92,6 @@ def send(file: BinaryIO, message: object) -> None:
 
 
 def _bound() -> None:
-    """Give the next rendering its share of processor time."""
     if sys.platform != "win32":
         import resource
 

@@ -121,10 +121,7 @@ class Outcomes:
 
 
 def read_list(lines: Iterable[bytes], name: str) -> Iterator[Item]:
-    """Yield the items of a list: a path in each line, or a JSON object with `image`, `video` or `path`.
-
-    Its `id` is kept with the outcome; other keys are left alone.
-    """
+    """Yield the items of a list: each line a path, or JSON with `image`, `video` or `path`, perhaps `id`."""
     for number, line in enumerate(lines, start=1):
         where = f"{name}: line {number}"
         if len(line) > MAX_LINE_BYTES:
@@ -235,7 +232,6 @@ class Collection:
         return outcomes
 
     def _list(self, items: Iterable[Item]) -> None:
-        """Store the list; refuse names that the header of a shard does not take."""
         num_bytes, size = 0, self.settings.shard_items
         for item in items:
             line = json.dumps(_listed(item)) + "\n"
@@ -277,7 +273,6 @@ class Collection:
                 )
 
     def _index(self, has_changed: Callable[[Record, int], bool] = lambda *_: False) -> Outcomes:
-        """Write the index of the sound shards, note which parts are missing, and count the outcomes."""
         missing, failed, num_failed, self.num_missing = [], list[Record](), 0, 0
         with explained(self.folder), _replaced(self.folder / INDEX) as index:
             for part in self.parts():

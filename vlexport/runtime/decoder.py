@@ -49,11 +49,9 @@ class Decoder(Protocol):
     def max_tokens(self) -> int:
         """The longest sequence, prompt and answer together."""
 
-    def embed(self, ids_N: Tensor) -> Tensor:
-        """Return embeddings [N, D] of text tokens."""
+    def embed(self, ids_N: Tensor) -> Tensor: ...
 
-    def begin(self, num_tokens: int) -> Turn:
-        """Return a new sequence with room for so many tokens."""
+    def begin(self, num_tokens: int) -> Turn: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -88,7 +88,6 @@ class EmbeddingCache:
         return len(self._entries)
 
     def find(self, key: bytes) -> Entry | None:
-        """Return the entry of a key, which counts as used now."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is None:

@@ -74,10 +74,7 @@ class _Call:
 
 
 class EngineSession:
-    """An engine with its recipe: items in, embeddings per item out, one call at a time.
-
-    `run_packed` is the same for callers that have one tensor of rows, and the grids of their items.
-    """
+    """An engine with its recipe: items, or rows with grids (`run_packed`), in; embeddings out."""
 
     def __init__(self, bundle: Bundle, engine: Engine, recipe: Recipe[Any]) -> None:
         self.bundle = bundle
@@ -121,12 +118,10 @@ class EngineSession:
 
     @property
     def width(self) -> int:
-        """Values of a row of `run_packed`."""
         return sum(spec.shape[1] for spec in self.engine.outputs if isinstance(spec.shape[1], int))
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of a row of `run_packed`."""
         dtype: torch.dtype = getattr(torch, self.engine.outputs[0].dtype)
         return dtype
 
@@ -252,7 +247,6 @@ class EngineSession:
         return self._calls_of([piece for grid in grids for piece in self.cut(self._item(grid), MOST_TOKENS)])
 
     def _calls_of(self, items: Sequence[MediaItem]) -> tuple[_Call, ...]:
-        """Return one call for the items, or those of each half where it would be too large."""
         halves = self.halves(items)
         if not halves or sum(map(self.num_tokens, items)) <= MOST_TOKENS:
             try:
@@ -285,7 +279,6 @@ class EngineSession:
         return MediaItem(kind="video" if grid[0] > 1 else "image", patches=patches, grid=grid)
 
     def _call(self, items: Sequence[MediaItem]) -> _Call:
-        """Return the tables of a call; refuse sizes outside the engine's profile."""
         inputs = self.packing.prepare(items, self.bundle.manifest.attention_form)
         shapes = {name: tuple(tensor.shape) for name, tensor in inputs.items()}
         check_within(self.engine.spec.profile, bind(self.engine.inputs, shapes))
@@ -374,7 +367,6 @@ def _largest(height: int, width: int, is_too_large: Callable[[int, int], bool]) 
 
 
 def _grid(sides: Sequence[int]) -> Grid:
-    """Return frames, rows and columns; two sides are those of one frame."""
     if len(sides) not in (2, 3):
         raise InputError(f"grid {list(sides)} given; [frames, rows, columns] or [rows, columns] expected.")
     frames, rows, columns = (1, *sides)[-3:]
@@ -415,7 +407,6 @@ def _joined(item: MediaItem, parts: Sequence[EncoderOutput | VlexportError]) -> 
 
 
 def _of(outcome: EncoderOutput | VlexportError, is_owner: bool) -> EncoderOutput | VlexportError:
-    """Return the outcome; an equal item of the same call costs nothing more."""
     if is_owner or isinstance(outcome, VlexportError):
         return outcome
     # Callers write into what they are given, and files hold no tensor twice.

@@ -38,11 +38,7 @@ CHUNK = 2048
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RuntimeOptions:
-    """Options of a pipeline: engine calls and cache, decoder, positions, pruning, and limits of requests.
-
-    prompt_layout  one of the layouts of the family's prompts, where its processor has had several; None for
-                   that of the current release
-    """
+    """Options of a pipeline; `prompt_layout` is one of the family's, None for the current release's."""
 
     encoder: EncoderOptions = field(default_factory=EncoderOptions)
     decoder: DecoderOptions = field(default_factory=DecoderOptions)

@@ -39,7 +39,6 @@ class Memory:
         self.states: dict[int, tuple[Tensor, Tensor]] = {}
 
     def advance(self, count: int, *, show_all: bool) -> None:
-        """Make room for the next tokens, and the mask of what they see."""
         before, after = self.num_tokens, self.num_tokens + count
         self.places_N = torch.arange(before, after, device=self.places_N.device)
         self.visible = None if show_all else after

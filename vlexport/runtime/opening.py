@@ -170,10 +170,7 @@ def require_fit(bundle: Bundle, recipe: str | None = None) -> None:
 
 
 def backend_of(bundle: Bundle, *, unchecked: bool = False) -> Backend:
-    """Return the backend that runs the bundle, with the version of the build or one that it was checked with.
-
-    unchecked  take any newer version of a library that reads its older files
-    """
+    """Return the backend for the bundle's version or a checked one; `unchecked`: any newer that reads it."""
     name = bundle.manifest.target.backend
     if name not in backend_names():
         raise MisfitError(
@@ -198,7 +195,6 @@ def backend_of(bundle: Bundle, *, unchecked: bool = False) -> Backend:
 
 
 def _is_newer(here: Target, target: Target) -> bool:
-    """Return whether a machine differs from a target by a newer version of the library alone."""
     try:
         later = Version(here.version) > Version(target.version)
     except InvalidVersion:

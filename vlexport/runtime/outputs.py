@@ -1,7 +1,4 @@
-"""Results of a pipeline: embeddings, answers, and one outcome for each request.
-
-Also the file that holds the embeddings of a call.
-"""
+"""Results of a pipeline: embeddings and their file, answers, and one outcome for each request."""
 
 from __future__ import annotations
 
@@ -68,10 +65,7 @@ class Encoded:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaReport:
-    """One image or video of an answer: its grid in patches, its tokens and how many were kept.
-
-    `mask` marks which, where pruning was on for a video.
-    """
+    """One image or video of an answer: grid, tokens, how many were kept; `mask` of pruned videos: which."""
 
     kind: str
     grid: tuple[int, int, int]
@@ -112,7 +106,6 @@ class Answer:
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """Tokens kept of each image and video, in prompt order."""
         return tuple(item.num_kept for item in self.media)
 
     def to_json(self) -> dict[str, object]:

@@ -185,7 +185,6 @@ class Pipeline:
     def astream(
         self, question: str | Sequence[Message] | Request, **options: Unpack[RequestOptions]
     ) -> AsyncStream:
-        """Return the async form of `stream`."""
         return AsyncStream(partial(self.stream, question, **options))
 
     async def agenerate(
@@ -233,10 +232,7 @@ class Pipeline:
     def _encoding(
         self, media: Any, images: Any = (), videos: Any = (), **options: Any
     ) -> tuple[list[tuple[str | None, Source]], ReadOne, PruneOne]:
-        """Return sources with their kinds, and functions that read one and prune one result.
-
-        Wrong arguments are refused first.
-        """
+        """Return sources with kinds, a reader and a pruner; wrong arguments are refused first."""
         sources = [(None, source) for source in (() if media is None else many(media))]
         named = [("image", source) for source in many(images)] + [
             ("video", source) for source in many(videos)

@@ -166,10 +166,7 @@ def _check_length(num_tokens: int, limits: RequestLimits) -> None:
 def chat_of(
     request: Request, rule: PromptRule[Any], shield: Callable[[str], str] = lambda text: text
 ) -> tuple[list[dict[str, object]], Media]:
-    """Return messages for a chat template, every text through `shield`, and their media by kind in order.
-
-    Parts without data take the next of the media passed with the messages.
-    """
+    """Return chat messages, texts through `shield`, and media; parts without data take the next given."""
     messages = request.messages
     if messages is None:
         slots = [{"type": kind} for kind in KINDS for _ in request.sources(kind)]
@@ -263,7 +260,6 @@ def _part(part: object, rule: PromptRule[Any], number: int) -> dict[str, Any]:
 
 
 def _source(part: Mapping[str, Any], remaining: list[Source], number: int) -> Source:
-    """Return the data of a media part, or the next of the media passed with the messages."""
     kind = part["type"]
     if part[kind] is not None:
         return cast("Source", part[kind])

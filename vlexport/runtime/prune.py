@@ -72,7 +72,6 @@ class Pruner:
             )
 
     def num_kept(self, item: MediaItem, total: int, rate: float) -> int:
-        """Return how many of an item's tokens will be left, before anything is encoded."""
         if item.kind != "video" or not rate:
             return total
         rows, columns = merged_sides(item.grid, self.merge)
@@ -88,10 +87,7 @@ class Pruner:
         return tuple(min(per_frame, max(0, num_rows - per_frame * frame)) for frame in range(frames))
 
     def prune(self, item: Encoded, rate: float) -> Encoded:
-        """Return the item with what is kept of all its outputs; what came pruned stays as it is.
-
-        Rows are compared over all outputs, side by side.
-        """
+        """Return the item with what is kept, by rows of all outputs; what came pruned stays as it is."""
         if item.kind != "video" or not rate or item.kept is not None:
             return item
         outputs = (item.embeds, *item.layers.values())

@@ -194,7 +194,6 @@ class Request:
         generation: Generation | None = None,
         **parts: Any,
     ) -> Self:
-        """Return the request of a text, of chat messages, or itself."""
         if isinstance(question, cls):
             options = {**parts, "max_new_tokens": max_new_tokens, "generation": generation}
             present = [name for name, value in options.items() if value is not None and many(value) != ()]
@@ -313,7 +312,6 @@ class RequestState:
 
     @contextmanager
     def timing(self, stage: str) -> Iterator[None]:
-        """Add the seconds of the block to a stage, and name it in a trace."""
         from torch.profiler import record_function
 
         started = time.perf_counter()

@@ -114,7 +114,6 @@ class CheckpointTokenizer:
             ) from error
 
     def _at_fault(self) -> str:
-        """Return the name of the file that does not load by itself, or of the one that accompanies it."""
         from tokenizers import Tokenizer as Library
 
         try:
@@ -177,7 +176,6 @@ class CheckpointTokenizer:
         return sealed, names, numbers
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens, special ones left out."""
         with self._refused():
             text = self._fast.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return str(text)
@@ -247,7 +245,6 @@ class Detokenizer:
         return rest
 
     def _add(self, whole: str) -> None:
-        """Append what is new in the text of the last tokens, and cut at the first stop string."""
         # Decoded with its neighbours, because some tokenizers drop the space in front of a first word.
         self.text += whole[len(self.tokenizer.decode(self.ids[self._start : self._read])) :]
         self._start, self._read = self._read, len(self.ids)

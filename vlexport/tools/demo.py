@@ -40,10 +40,7 @@ QUESTIONS = {"image": "What is in this image?", "video": "What moves in this vid
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demo:
-    """Results of the demo and their paths; families of images only have no video.
-
-    `expected` is the right answer, which is known for trained weights only.
-    """
+    """Results of the demo and their paths; `expected`, the right answer, is known for trained weights."""
 
     checkpoint: Path
     bundle: Path
@@ -133,7 +130,6 @@ def _takes_videos(checkpoint: Checkpoint, recipe: str) -> bool:
 
 
 def _answer(pipeline: Pipeline, shown: Shown, picture: Path) -> Answer:
-    """Answer the question, with videos pruned by half where the family supports it; draw the mask."""
     request = Request(
         prompt=shown.question,
         images=[] if shown.video else [shown.image],

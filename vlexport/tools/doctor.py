@@ -59,17 +59,13 @@ class Finding:
 
 
 def _judged(name: str, result: str, advice: str, *, fine: bool, otherwise: State = "note") -> Finding:
-    """Return a finding whose advice is for what is not fine."""
     if fine:
         return Finding(name=name, state="fine", found=result)
     return Finding(name=name, state=otherwise, found=result, advice=advice)
 
 
 def examine(into: Path = Path("engines"), *, deep: bool = False) -> list[Finding]:
-    """Run all checks, in the order in which a user would fix them.
-
-    deep  compare pixels, positions and pruning with stored values too
-    """
+    """Run all checks in a user's order of fixing; `deep` compares pixels, positions and pruning too."""
     checks: dict[str, Callable[[], Iterable[Finding]]] = {
         "python": lambda: [_python()],
         "memory": lambda: [_memory()],

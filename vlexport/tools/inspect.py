@@ -61,7 +61,6 @@ def _bundle(inspection: Inspection) -> dict[str, object]:
 
 
 def _accuracy(inspection: Inspection) -> str | None:
-    """Return the line about the accuracy check; of a table that was altered, what is wrong with it."""
     verdict = inspection.checked or (inspection.manifest.parity if inspection.manifest else None)
     try:
         return summary_of(verdict) if verdict else None

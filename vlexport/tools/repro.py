@@ -77,10 +77,7 @@ Calls: {origin}.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReproOptions:
-    """The block that is kept, or the whole tower; `own_weights` are those of the checkpoint, else random.
-
-    lora  where the adapter of the build is, if it has moved
-    """
+    """The block that is kept, or the tower; weights own or random; `lora`: where the adapter is now."""
 
     block: int = 0
     whole: bool = False
@@ -288,10 +285,7 @@ def cases(  # noqa: PLR0913  which of the samples
     max_patches: int = MAX_PATCHES,
     named: Collection[str] | None = None,
 ) -> Iterator[Case]:
-    """Yield samples of the accuracy check inside each profile, smallest first.
-
-    named  only the smallest sample of these names, if one is inside
-    """
+    """Yield samples of the check inside each profile, smallest first; `named`: only the smallest of these."""
     from vlexport._build.export import cast_floats
     from vlexport.parity.samples import Sample, SampleRules, samples, token_symbol
 

@@ -107,10 +107,7 @@ class SwiGLU(nn.Module):
 
 
 class FusedAttention(nn.Module):
-    """Self-attention inside segments; queries, keys and values from one linear layer.
-
-    `neighbours` are turned together where they are pairs in the checkpoint; else first and second halves.
-    """
+    """Self-attention from one layer; pairs are `neighbours` in the checkpoint, else halves."""
 
     def __init__(self, width: int, heads: int, *, neighbours: bool = False) -> None:
         super().__init__()

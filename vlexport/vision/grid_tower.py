@@ -27,10 +27,7 @@ NO_WINDOW = 4
 
 
 class GridPacking(Packing):
-    """Patches in merge-block order; `window_side` in cells, None where all blocks see whole frames.
-
-    `further` are names of outputs besides the merged tokens.
-    """
+    """Patches in merge-block order; `window_side` in cells, None for frames; `further` are outputs."""
 
     per_patch: tuple[str, ...] = ("positions",)
 

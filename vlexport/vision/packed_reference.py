@@ -32,7 +32,6 @@ class PackedReference:
         return {"embeds": outputs.pooler_output, **{f"level_{at}": rows for at, rows in levels}}
 
     def blocks(self, items: Sequence[MediaItem]) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
-        """Return outputs, and input and output of every block: taken by hooks, in the order of the items."""
         tower: Any = self.module
         undo = torch.argsort(self.order(tower, _grids(items))) if self.order else None
         unit: int = tower.spatial_merge_size**2

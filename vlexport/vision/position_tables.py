@@ -52,7 +52,6 @@ def resized_rows(table_RSC: Tensor, place_N2: Tensor, sides_N2: Tensor) -> Tenso
 
 
 def _cubic_taps(place_N: Tensor, side_N: Tensor, table_side: int) -> tuple[Tensor, Tensor]:
-    """Return the four places of a table of `table_side` that make each place of a resized side; weights."""
     source_N = (place_N.float() + 0.5) * (table_side / side_N.float()) - 0.5
     first_N = source_N.floor()
     t_N = source_N - first_N

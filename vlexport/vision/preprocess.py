@@ -66,7 +66,6 @@ class ResizeRule:
 
     @property
     def of_one_frame(self) -> ResizeRule:
-        """The widest bounds that a single frame may have."""
         if self.frames is None:
             return self
         low, high = -(-self.min_pixels // self.frames), max(1, self.max_pixels // self.frames)
@@ -191,10 +190,7 @@ def resize_rule(
     tokens: int | None = None,
     frames: int | None = None,
 ) -> ResizeRule:
-    """Return bounds from a processor's settings, in either of the two spellings, or the given defaults.
-
-    `tokens` is the default of a video's cap.
-    """
+    """Return bounds from settings in either spelling, or defaults; `tokens` is that of a video's cap."""
     size = settings.get("size") or {}
     low = settings.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels") or pixels[0]
     high = settings.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels") or pixels[1]
@@ -381,10 +377,7 @@ def frame_seconds(pixels: Pixels, group: int) -> tuple[float, ...]:
 
 
 def most_cells(rule: ResizeRule, pixels: int, cell: int) -> int:
-    """Return the most cells of a frame of at most `pixels`; narrow strips gain most by rounding.
-
-    `cell` is the side of a cell in pixels.
-    """
+    """Return the most cells, `cell` pixels a side, of a frame of at most `pixels`; strips gain most."""
     if not rule.resize:
         return max(1, pixels // cell**2)
     if rule.frames is not None:

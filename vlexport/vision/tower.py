@@ -23,10 +23,7 @@ WIDE = "float32"
 
 
 class Tower(nn.Module):
-    """Patches and tables to outputs by name.
-
-    connectors  modules that make tokens of the rows of blocks
-    """
+    """Patches and tables to outputs by name; `connectors` are modules that make tokens of rows of blocks."""
 
     connectors: ClassVar[tuple[str, ...]] = ()
 
@@ -152,7 +149,6 @@ def with_fp32_layers(tower: nn.Module, dtype: str, fp32_layers: Iterable[str]) -
 
 
 def _places(modules: Sequence[str], depth: int) -> dict[str, int]:
-    """Return the block that the rows of each projection belong to: all before the blocks feeds the first."""
     places: dict[str, int] = {}
     place = 0
     for name in modules:

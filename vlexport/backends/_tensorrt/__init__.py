@@ -1,4 +1,1 @@
-"""TensorRT and TensorRT for RTX: build process, network and its checks, runner.
-
-The library is an argument everywhere, so both may live in one process.
-"""
+"""TensorRT and TensorRT for RTX; the library is an argument everywhere, so both may live in one process."""

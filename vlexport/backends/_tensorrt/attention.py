@@ -46,7 +46,6 @@ def settle(library: Any, network: Any, targets: tuple[str, ...]) -> dict[str, st
 
 
 def _has_kernel(library: Any, shape: Shape, targets: tuple[str, ...]) -> bool:
-    """Return whether the library builds one attention layer that may not be decomposed."""
     log = Log(library)
     builder = library.Builder(log.logger)
     config = builder.create_builder_config()

@@ -135,7 +135,6 @@ class TensorRt(Backend):
         return device_needs(options.profiles, tower, inputs, dtype)
 
     def _targets(self, options: Options) -> tuple[str, ...]:
-        """Return the targets of the options in order of capability; without any, the GPU at hand."""
         requested = options.targets if isinstance(options, TensorRtOptions) else ()
         served = self.targets or (device_here(),)
         requested = requested or tuple(target for target in (device_here(),) if target in served)

@@ -1,7 +1,4 @@
-"""Comparison of the parsed, strongly typed network with the traced program that it was made of.
-
-Without a driver an engine can neither be loaded nor inspected; its network can.
-"""
+"""Comparison of the parsed network with the traced program; an engine needs a driver to be inspected."""
 
 from __future__ import annotations
 
@@ -80,7 +77,6 @@ def _is_cast(node: Node) -> bool:
 
 
 def _is_undone(node: Node) -> bool:
-    """Return whether a node casts to where a cast just before it came from."""
     if not _is_cast(node):
         return False
     source: Any = node.args[0]

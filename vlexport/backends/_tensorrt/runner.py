@@ -91,7 +91,6 @@ class Gpu:
         return torch.empty(tuple(shape), dtype=dtype, device="cuda")
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return memory of the host that the GPU reads and writes by itself."""
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
     def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
@@ -138,7 +137,6 @@ class Contexts:
         return context
 
     def _recall(self) -> Any:
-        """Return kernels of an earlier process, where they are for this very machine."""
         kernels = self._engine.create_runtime_config().create_runtime_cache()
         content = self._cache.read()
         if content and not kernels.deserialize(content):
@@ -146,7 +144,6 @@ class Contexts:
         return kernels
 
     def close(self) -> None:
-        """Keep the kernels that were compiled."""
         if self._kernels is not None:
             content = self._kernels.serialize()
             if content is not None:

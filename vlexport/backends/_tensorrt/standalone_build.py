@@ -1,7 +1,4 @@
-"""Build model.onnx with the library alone, as job.json next to it describes: `python build.py`.
-
-This file goes into archives for the library's makers, so it imports nothing of vlexport.
-"""
+"""Build model.onnx with the library alone, as job.json describes: `python build.py`. Imports no vlexport."""
 
 from __future__ import annotations
 

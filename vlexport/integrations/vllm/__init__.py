@@ -9,10 +9,7 @@ from vlexport.recipe import recipe_folder
 
 
 def register() -> None:
-    """Register the models; vLLM runs this in each of its processes, perhaps twice, and imports them late.
-
-    They keep vLLM's own names. A model that is started without a bundle is vLLM's own.
-    """
+    """Register the models under vLLM's own names; vLLM runs this in each of its processes, perhaps twice."""
     from vllm import ModelRegistry
 
     for architecture in architectures():

@@ -1,7 +1,4 @@
-"""A bundle in the place of a model's tower: its settings, what is refused at start, and the module.
-
-Nothing of vLLM is imported here.
-"""
+"""A bundle in the place of a model's tower: settings, refusals at start, the module. No import of vLLM."""
 
 from __future__ import annotations
 
@@ -52,7 +49,6 @@ class BundleSettings:
 
     @classmethod
     def of(cls, additional_config: object) -> BundleSettings | None:
-        """Return the settings in vLLM's `additional_config`, None where it names no bundle."""
         entry = additional_config.get(KEY) if isinstance(additional_config, Mapping) else None
         if entry is None:
             return None
@@ -79,10 +75,7 @@ def plain_defaults() -> Iterator[None]:
 
 @plain_defaults()
 def open_tower(settings: BundleSettings, served: Checkpoint, *, given_bytes: bool) -> EngineSession:
-    """Open the bundle; refuse one that this machine, this vlexport or the checkpoint do not fit.
-
-    given_bytes  whether models are given pixels before normalisation
-    """
+    """Open the bundle if it fits; `given_bytes`: whether models are given pixels before normalisation."""
     session = EngineSession.open(
         settings.bundle,
         trust=settings.trust,
@@ -165,7 +158,6 @@ class BundleTower(nn.Module):
         self.session, self.ranks = session, ranks
 
     def forward(self, x: Tensor, grid_thw: Tensor | Sequence[Sequence[int]]) -> Tensor:
-        """Return rows of all items; levels are further columns."""
         grids = grid_thw.tolist() if isinstance(grid_thw, Tensor) else grid_thw
         x = x.to(self.device)
         if self.session.packing.levels is None:

@@ -187,7 +187,6 @@ class WithPruning:
     def get_mrope_input_positions(
         self, input_tokens: list[int], mm_features: Sequence[Any]
     ) -> tuple[Tensor, int]:
-        """Return the table of a prompt before its media are encoded."""
         return self.rows.table(input_tokens, [_placed(feature) for feature in mm_features])
 
     def recompute_mrope_positions(
@@ -197,7 +196,6 @@ class WithPruning:
         mrope_positions: Tensor,
         num_computed_tokens: int,
     ) -> tuple[list[Tensor], Tensor, int]:
-        """Return the rows of a step without their places, and the table with these."""
         return place_rows(input_ids, multimodal_embeddings, mrope_positions, num_computed_tokens)
 
 

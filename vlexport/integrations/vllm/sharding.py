@@ -75,7 +75,6 @@ class Shards:
         return torch.cat([patches_PC[:0], *(per_item[item] for item in self.assignment.items_of(rank))])
 
     def pad(self, rank: int, tokens_KD: Tensor) -> Tensor:
-        """Pad the rank's tokens with zero rows to `num_padded`: every rank gathers the same shape."""
         expected = self.assignment.loads[rank] // self.merge_area
         if tokens_KD.shape[0] != expected:
             raise InputError(

@@ -31,10 +31,7 @@ def segment_attention(q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, runs_R2: Tens
 def segment_cross_attention(
     q_QHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, runs_R3: Tensor, scale: float
 ) -> Tensor:
-    """Attend with each segment's query rows to its own key rows, and to no others.
-
-    A run is `count` segments with the same numbers of query rows and of key rows, in this order.
-    """
+    """Attend inside segments; a run is `count` segments, their query rows, their key rows, in this order."""
     return _attend_runs(q_QHD, k_NHD, v_NHD, runs_R3.tolist(), scale)
 
 
@@ -112,10 +109,7 @@ def bounded_attention(  # noqa: PLR0913  the signature of an operator
 def bounded_cross_attention(  # noqa: PLR0913  the signature of an operator
     q_QHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, bounds_B: Tensor, segments: int, scale: float
 ) -> Tensor:
-    """Attend with the same queries to the keys between neighbouring bounds: Q rows for each segment.
-
-    Rows of segments without keys are zero.
-    """
+    """Attend with the same Q queries to the keys between bounds; rows of segments without keys are zero."""
     queries = q_QHD.shape[0]
     if q_QHD.is_cuda:
         q_PHD = q_QHD.repeat(segments, 1, 1)

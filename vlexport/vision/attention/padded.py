@@ -25,10 +25,7 @@ BUCKETS = ("a", "b", "c")
 
 
 def pack(segments: Segments, capacity: int) -> tuple[Tensor, Tensor]:
-    """Give every cell a slot in rows of `capacity`: best fit, longest segments first.
-
-    Returns the slot of each cell, and for each slot of each row the number of its segment, -1 for none.
-    """
+    """Give every cell a slot, longest segments first; return these, and the segment of each slot or -1."""
     lengths = segments.lengths_S.tolist()
     free: dict[int, list[int]] = {}
     starts, rows = [0] * len(lengths), 0
@@ -116,7 +113,6 @@ class BucketAttention(NamedTuple):
         return cells_SC.reshape(slots * self.unit, heads, width)
 
     def cross_attend(self, q_QHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, scale: float) -> Tensor:
-        """Attend with the same queries to every segment; results bucket by bucket, Q rows at a time."""
         queries, heads, width = q_QHD.shape
         parts = []
         for bucket in self.buckets:

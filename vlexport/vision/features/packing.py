@@ -132,7 +132,6 @@ class PooledPacking(TablePacking):
         return {}
 
     def sizes(self, bounds: MediaBounds | None) -> CallSizes:
-        """Return the sizes of calls; a picture of any size is brought to as many patches as may be."""
         sizes, most = super().sizes(None), self.capacity(1, 1)[0]
         if bounds is not None:
             frames = bounds.max_images + bounds.max_frames

@@ -54,10 +54,7 @@ PATCHES = (16, 8, 4, 2, 1)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Processor:
-    """A class of transformers by name, with all its settings; none where it cannot be made here.
-
-    is_named  by the checkpoint's file; else it is the usual one of the model type
-    """
+    """A class of transformers by name and its settings, none if it cannot be made; `is_named` by the file."""
 
     name: str
     settings: JsonObject
@@ -168,7 +165,6 @@ def _passed(model_type: str) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a setting as JSON has it: sizes as objects, filters as numbers."""
     if isinstance(value, Mapping) or hasattr(value, "__dataclass_fields__"):
         return {key: _plain(item) for key, item in dict(value).items() if item is not None}
     if isinstance(value, list | tuple):
@@ -267,10 +263,7 @@ def to_item(
     *,
     by_area: bool = False,
 ) -> MediaItem:
-    """Preprocess an image, or a video frame by frame, as the checkpoint's processors of images and videos do.
-
-    With `by_area`, frames of a video keep their area within bounds of their own, as images do.
-    """
+    """Preprocess an image, or a video frame by frame; `by_area`: frames keep an area in their bounds."""
     image, frames = processors
     if isinstance(rule, ImageRule):
         processor = frames if frames is not None and pixels.kind == "video" else image

@@ -124,8 +124,6 @@ def adapt(model: nn.Module) -> None:
 
 
 def _stretching(part: Any) -> Any:
-    """Return a forward that adds a table of positions by its taps, in place of sampling a grid."""
-
     def forward(embeddings: Tensor, *_: object) -> Tensor:
         rows, table = current().rows, part.position_embedding.weight
         entries_K, shares_K = rows["taps"].unbind(1), rows["tap_weights"].unbind(1)
@@ -287,7 +285,6 @@ def one(sides: Any) -> int | None:
 
 
 def _dry(model: Any, packing: ImagePacking | TablePacking, form: str) -> dict[str, Any]:
-    """Call a class without weights on the largest mix; attention gives back what it is given."""
     mix = max(packing.mixes().values(), key=len)
     items = [
         MediaItem(kind=kind, grid=grid, patches=torch.zeros(math.prod(grid), packing.row_width))
