@@ -271,7 +271,6 @@ def wave(place: npt.NDArray[np.int64], width: int) -> Floats:
 
 
 def resized(table: Tensor, piece: Slice, *, antialias: bool) -> Tensor:
-    """Return a learned square table at the size of one slice, in raster order."""
     side = math.isqrt(table.shape[-2])
     square = table.reshape(1, side, side, -1).permute(0, 3, 1, 2).float()
     size = (piece.rows, piece.columns)

@@ -103,7 +103,6 @@ def names(checkpoint: Checkpoint, config: Config, shapes: Mapping[str, tuple[int
 
 
 def reference(checkpoint: Checkpoint) -> StockFeatures:
-    """Return the class as it is, with its own attention and tables."""
     config = Config.read(checkpoint)
     # SDPA is what our attention calls as well; a reference that rounds alike could be the tower itself.
     model = vision_model(config.model_type, config.settings, "eager")

@@ -287,7 +287,6 @@ class PlainBlock(nn.Module):
 
 
 def turned(x_HND: Tensor, turns_NK: Tensor) -> Tensor:
-    """Turn neighbouring values as real and imaginary part."""
     pairs = torch.view_as_complex(x_HND.float().unflatten(-1, (-1, 2)).contiguous())
     return torch.view_as_real(pairs * turns_NK).flatten(-2).to(x_HND.dtype)
 

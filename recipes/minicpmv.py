@@ -343,7 +343,6 @@ def preprocess(config: Config, pixels: Pixels) -> MediaItem:
 
 
 def to_slices(rule: SliceRule, pixels: Pixels) -> MediaItem:
-    """Cut an image into its overview and cells, a video into one slice per frame."""
     frames_TCHW = channels_first(pixels.frames)
     size = (frames_TCHW.shape[2], frames_TCHW.shape[3])
     if pixels.kind == "image" and len(frames_TCHW) != 1:
@@ -648,7 +647,6 @@ def bucket_ids(cell_N2: Tensor, sides_N2: Tensor, table_side: int) -> Tensor:
 
 
 def along_line(cell_N2: Tensor, sides_N2: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the same patches as slices of one row that holds them all."""
     place_N = cell_N2[:, 0] * sides_N2[:, 1] + cell_N2[:, 1]
     zero_N = torch.zeros_like(place_N)
     return torch.stack([zero_N, place_N], -1), torch.stack([zero_N + 1, sides_N2.prod(-1)], -1)

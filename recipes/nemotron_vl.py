@@ -140,7 +140,6 @@ class Config:
 
 
 def check_tiled(view: ConfigView, vision: ConfigView) -> None:
-    """Refuse what would change the tower or the projector of tiles."""
     if (shuffle := view.get_str("ps_version", "v1")) != "v2":
         view.refuse("ps_version", shuffle, "'v2', which keeps rows and columns of a tile in place")
     if (name := vision.get_str("args.model", HUGE)) != HUGE:
@@ -190,7 +189,6 @@ def patch_rule(checkpoint: Checkpoint, patch: int, merge: int, temporal: int) ->
 
 
 def tile_patches(view: ConfigView, image: ConfigView, patch: int, merge: int) -> int:
-    """Return patches of a tile, on which config.json and the processor agree."""
     side = view.require_size("force_image_size", 8192)
     if side % (patch * merge) or image.get_size("image_size", side) != side:
         view.refuse("force_image_size", side, f"a multiple of {patch * merge}, and the processor's own")
@@ -201,7 +199,6 @@ def tile_patches(view: ConfigView, image: ConfigView, patch: int, merge: int) ->
 
 
 def resolution_bounds(image: ConfigView, video: ConfigView, merge: int) -> tuple[int, int, int]:
-    """Return the fewest and the most patches of an image, and those of a frame."""
     least = image.get_size("min_num_patches", 1024, 65536)
     # A call of one image: in transformers further ones may raise what the context leaves for each.
     most = (image.get_size("max_model_len", 16384) - 4) * merge**2
@@ -256,7 +253,6 @@ def resized(frame_1CHW: Tensor, height: int, width: int) -> Tensor:
 
 
 def tiles_of(image_1CHW: Tensor, side: int, config: Config) -> list[Tensor]:
-    """Cut an image into tiles, row by row; if there are several, the whole image may follow as one more."""
     height, width = image_1CHW.shape[2:]
     down, across = tile_grid(height, width, side, config.tiles or 1)
     whole = resized(image_1CHW, down * side, across * side)

@@ -111,7 +111,6 @@ def reference(checkpoint: Checkpoint) -> PackedReference:
 
 
 def window_order(tower: Any, grids_I3: Tensor) -> Tensor:
-    """Return the order of cells in transformers' own windows."""
     from transformers.vision_utils import get_vision_window_index
 
     order_M, _ = get_vision_window_index(

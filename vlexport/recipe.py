@@ -251,7 +251,6 @@ class Recipe(Generic[C]):
         fp32_layers: Mapping[str, str] | None = None,
         input_dtype: str = PIXELS,
     ) -> Tower:
-        """Return the tower with the checkpoint's weights, ready to run; `fp32_layers` stay float32."""
         if fp32_layers:
             from vlexport.vision.tower import WIDE, with_fp32_layers
 

@@ -264,7 +264,6 @@ class MediaBounds:
 
     @property
     def profile(self) -> str:
-        """Name of the profile, from which `of` reads them again."""
         return f"custom-{self.min_pixels}-{self.max_pixels}-{self.max_images}-{self.max_frames}"
 
     @classmethod

@@ -199,7 +199,6 @@ def _words(error: BaseException) -> str:
 
 
 def _has_room(scratch: Path) -> bool:
-    """Return whether another file could be written, and one larger than every one there."""
     largest = max((path.stat().st_size for path in scratch.rglob("*") if path.is_file()), default=0)
     if not hasattr(os, "posix_fallocate"):
         return shutil.disk_usage(scratch).free > _ROOM

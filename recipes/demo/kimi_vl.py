@@ -107,7 +107,6 @@ def processor_json(tiny: Tiny) -> Json:
 
 
 def tower(tiny: Tiny) -> Tree:
-    """Return MoonViT."""
     width = tiny.hidden
     block = parts.block(width, tiny.inner, "norm0 norm1 wqkv wo mlp.fc0 mlp.fc1")
     return {

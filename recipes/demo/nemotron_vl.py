@@ -144,7 +144,6 @@ def processor_json(tiny: Tiny) -> Json:
 
 
 def tower(tiny: Tiny) -> Tree:
-    """Return RADIO."""
     width, image = tiny.hidden, 3 * tiny.patch**2
     later = {"video_embedder.weight": parts.weight(width, tiny.temporal * image)} if tiny.temporal > 1 else {}
     scales = {f"layer_scale{place}.lambda1": parts.scale(width) for place in (1, 2)} if tiny.scaled else {}

@@ -73,12 +73,10 @@ def weight(*shape: int, doubled: int = 0, gain: float = 1.0) -> RandomTensor:
 
 
 def bias(width: int, *, doubled: int = 0) -> RandomTensor:
-    """Return a bias, far enough from zero to be noticed when it is lost."""
     return RandomTensor(shape=(width,), std=0.1, doubled_rows=doubled)
 
 
 def scale(width: int) -> RandomTensor:
-    """Return a norm's weight: around one, and noticed when it is lost."""
     return RandomTensor(shape=(width,), mean=1.0, std=0.1)
 
 
@@ -87,7 +85,6 @@ def norm(width: int) -> Tree:
 
 
 def linear(*shape: int, doubled: int = 0, gain: float = 1.0) -> Tree:
-    """Return weight and bias of a layer; the first `doubled` rows times two."""
     return {"weight": weight(*shape, doubled=doubled, gain=gain), "bias": bias(shape[0], doubled=doubled)}
 
 
@@ -104,7 +101,6 @@ def block(
 
 
 def gated(width: int, inner: int) -> Tree:
-    """Return an MLP of three layers without biases, under Llama's names."""
     return {
         "gate_proj.weight": weight(inner, width),
         "up_proj.weight": weight(inner, width),
@@ -138,7 +134,6 @@ def decoder(text: Text, layers: list[Tree]) -> Tree:
 
 
 def text_json(text: Text, tokenizer: TokenizerContents) -> Json:
-    """Return a decoder's config, as far as families spell it alike."""
     return {
         **ends(tokenizer),
         "vocab_size": text.vocabulary, "max_position_embeddings": text.max_tokens,

@@ -39,6 +39,5 @@ def vision_json(tiny: Tiny) -> Json:
 
 
 def tower(tiny: Tiny) -> Tree:
-    """Return vision tower and merger: norms with bias, an MLP of two layers."""
     blocks = [parts.block(tiny.hidden, tiny.inner, gain=tiny.branch_gain)] * tiny.depth
     return {**qwen2_5_vl.tower(tiny), "merger.ln_q.bias": parts.bias(tiny.hidden), "blocks": blocks}

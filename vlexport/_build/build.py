@@ -107,7 +107,6 @@ def _reason(bundle: Bundle) -> str:
 
 
 def _instead(bundle: Bundle) -> str:
-    """Return what to build where the graph is right and the backend's arithmetic alone loses too much."""
     manifest, report = bundle.manifest, report_in(bundle.verdict)
     bad = [row for row in report.rows if row.exceeded()] if report else []
     if not bad or any(row.level not in ("L2", "L3") for row in bad):
@@ -352,7 +351,6 @@ def _check(
 
 
 def _forget_graphs(folder: Path) -> None:
-    """Remove the graphs of a build that failed from the user's cache, so that none is served twice."""
     files = [path for path in folder.iterdir() if path.is_file() and path.stat().st_size <= MOST_BYTES]
     for path in forget("graphs", (file.read_bytes() for file in files)):
         logger.warning("%s held a graph of the bundle that failed, and was removed: build again", path)

@@ -52,7 +52,6 @@ def _inside(name: str, packages: tuple[str, ...]) -> bool:
 
 
 def _path_of(name: str) -> Path | None:
-    """Return the file of a module of vlexport; None where the name is of something in a module."""
     top, *rest = name.split(".")
     folder = Path(__file__).parents[1]
     if rest[:1] == ["recipes"]:

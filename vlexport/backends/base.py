@@ -127,8 +127,7 @@ class Payloads(Protocol):
 
     def read(self, name: str) -> bytes: ...
 
-    def map(self, name: str) -> memoryview:
-        """Return the same bytes without a copy for this process where that is safe."""
+    def map(self, name: str) -> memoryview: ...
 
 
 class Folder:
@@ -243,7 +242,6 @@ class Backend(ABC):
         return self.target()
 
     def build_target(self, options: Options, precision: Precision) -> Target:
-        """Return the machine that a build is for: this one, unless the options name another."""
         return self.target()
 
     def options(

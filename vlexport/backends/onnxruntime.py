@@ -359,7 +359,6 @@ def _sums(model: Any, weights: memoryview) -> Sums:
 
 
 def _rounded(model: Any) -> Callable[[Tensor], Tensor] | None:
-    """Return calls of the model's function that rounds rows; none where nothing is rounded."""
     import onnx
     import torch
 

@@ -114,7 +114,6 @@ class Bundle:
 
     @classmethod
     def inspect(cls, path: Path | str, *, user_data: Path | None = None) -> Inspection:
-        """Read the manifest as far as it can be read, of foreign, newer and damaged bundles too."""
         root = Path(path)
         raw = _of_one_state(root, bytes)
         digest = hashlib.sha256(raw).hexdigest()
@@ -192,7 +191,6 @@ class Bundle:
         return shlex.join(words)
 
     def command(self, verb: str, *options: str) -> str:
-        """Return a command about this bundle; a private recipe's has FILE in place of its file."""
         return command(self.path, self.manifest, verb, *options)
 
     def with_verdict(
@@ -231,7 +229,6 @@ def command(path: Path, manifest: Manifest | None, verb: str, *options: str) -> 
 
 
 def _of_one_state(root: Path, read: Callable[[bytes], _Result]) -> _Result:
-    """Return what `read` makes of the manifest; tried again when the folder was replaced meanwhile."""
     for _ in range(_MAX_RETRIES):
         before = _identity(root)
         try:

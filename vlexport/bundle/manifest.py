@@ -193,7 +193,6 @@ class Manifest:
         return manifest
 
     def identity(self) -> dict[str, Json]:
-        """Return all but payloads and verdict by dotted names, such as `versions.torch`."""
         encoded = encode(replace(self, files={}, parity=Verdict(status="not_run")))
         return dict(_flat({**encoded, "target": self.target.fields()}))
 

@@ -141,7 +141,6 @@ def staged(  # noqa: PLR0913
 
 @contextmanager
 def _entry_lock(into: Path, name: str, wait_seconds: float) -> Iterator[bool]:
-    """Hold the lock of an entry; False where the file system has none."""
     path = into / f".lock-{name}"
     lock, held = FileLock(path), True
     try:

@@ -110,7 +110,6 @@ class Trust(_Records):
             )  # fmt: skip
 
     def require(self, digest: str, approve: str | None, path: Path) -> None:
-        """Refuse an unknown digest with an `UntrustedError`; `approve` records the user's approval first."""
         if approve is not None and _read_approval(approve) != digest:
             raise UntrustedError(
                 f"{path}: its digest is {digest}, and {_read_approval(approve)} was approved. The bundle is "

@@ -98,7 +98,6 @@ class Adapter:
         return cls(source=str(source), digest=digest.hexdigest(), changes=changes, files=files)
 
     def read(self, change: Change) -> dict[str, torch.Tensor]:
-        """Return the tensors of a change in float64, by role; refuse values that are not finite."""
         names = {role: stored.name for role, stored in change.parts.items()}
         tensors = dict(self.files.read(names, None))
         for role, tensor in tensors.items():
@@ -119,7 +118,6 @@ class AdaptedWeights(ComputedWeights):
 
     @cached_property
     def changed(self) -> dict[str, Change]:
-        """Changes by the name of the stored tensor; one that is not there keeps its own."""
         stored = frozenset(self.names())
         # Classes have one more `model.` than the checkpoint, or one less.
         changed = {
@@ -299,7 +297,6 @@ def _place(settings: ConfigView, stored: str, where: str) -> tuple[str, str]:
 
 
 def _scale(settings: ConfigView, module: str, parts: Mapping[str, StoredTensor], where: str) -> float:
-    """Return alpha / r of a module, from patterns where one matches; the stored rank has to be r."""
     rank, alpha = _pattern(settings, "rank_pattern", module), _pattern(settings, "alpha_pattern", module)
     rank = settings.require_size("r", MAX_RANK) if rank is None else rank
     alpha = settings.require_float("lora_alpha") if alpha is None else alpha

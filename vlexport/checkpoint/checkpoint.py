@@ -84,7 +84,6 @@ class Checkpoint:
         return weights if isinstance(weights, QuantizedWeights) else None
 
     def quantised(self, names: Iterable[str]) -> str | None:
-        """Return how these tensors are stored, as text; None where none of them is quantised."""
         return self.quantisation.summary(names) if self.quantisation else None
 
     def check_adapter(self, names: Collection[str]) -> None:

@@ -98,7 +98,6 @@ class WeightFiles:
             yield key, self._tensor(stored, file, dtype, _DTYPES.values())
 
     def read_stored(self, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
-        """Return tensors in the dtypes that they are stored in, 8 bits of floating point too."""
         kinds = (*_DTYPES.values(), *_FLOAT8)
         return {key: self._tensor(stored, file, None, kinds) for key, stored, file in self._in_order(names)}
 
@@ -257,7 +256,6 @@ class JoinedWeights(ComputedWeights):
         return frozenset(self.names())
 
     def parts(self, name: str) -> tuple[str, ...]:
-        """Return the stored tensors that make a tensor: itself, or queries, keys and values in this order."""
         before, _, after = name.rpartition(WHOLE)
         for form in FORMS if before and name not in self._stored else ():
             apart = tuple(before + form.format(part) + after for part in WHOLE)
@@ -294,7 +292,6 @@ class JoinedWeights(ComputedWeights):
 
 
 def _read_index(location: Location) -> dict[str, str] | None:
-    """Return file names by tensor name, or None where one file holds all."""
     if not location.has(INDEX):
         if location.hub_id is None and not location.has(SINGLE):
             _refuse_folder(location)

@@ -261,7 +261,6 @@ def _grid(module: Module, part: str, values: torch.Tensor, shape: Shape) -> torc
 
 
 def _block(module: Module, part: str, axis: int, blocks: int, size: int) -> int:
-    """Return the length of a block along one axis: as the settings have it, else the one that divides it."""
     if blocks in (1, size):
         return 1
     sizes = module.settings.get_ints("weight_block_size", ())

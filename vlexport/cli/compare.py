@@ -108,7 +108,6 @@ def _rank(side: tuple[str, Nearest | None]) -> tuple[bool, float]:
 
 
 def _is_listed(nearest: Nearest | None) -> bool:
-    """Return whether a row shows more than that its integers are right."""
     return nearest is not None and (nearest.share is not None or nearest.verdict in ("failed", "blocked"))
 
 

@@ -67,7 +67,6 @@ class Overall:
         return (passed + inside * self.before[self.phase]) / (sum(seconds) or 1.0)
 
     def share(self) -> float:
-        """Return the share of the whole; a phase that reports nothing moves with the clock."""
         usual = self.before.get(self.phase, 0.0)
         inside = max(self.inside, min(0.95, (self.clock() - self.entered) / usual) if usual else 0.0)
         return min(0.99, max(self.done, self._share(inside)))

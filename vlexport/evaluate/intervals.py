@@ -27,7 +27,6 @@ class Estimate:
     high: float | None
 
     def text(self, scale: float = 1.0, form: str = ".1f") -> str:
-        """Return the value with its bounds, scaled, as `91.2 (89.9 to 92.4)`."""
         if self.low is None or self.high is None:
             return f"{self.value * scale:{form}}"
         return f"{self.value * scale:{form}} ({self.low * scale:{form}} to {self.high * scale:{form}})"

@@ -202,7 +202,6 @@ def _categories(case: Case, are_mixed: bool) -> list[str]:
 
 
 def _chance(cases: Sequence[Case], categories: Sequence[Sequence[str]]) -> dict[str, float]:
-    """Return the accuracy of blind guesses, of all questions and by category, where all have choices."""
     groups: dict[str, list[float | None]] = {}
     for case, names in zip(cases, categories, strict=True):
         for name in (ALL, *names):

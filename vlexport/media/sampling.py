@@ -33,7 +33,6 @@ class Sampling:
             )
 
     def count(self, total: int, rate: float) -> int:
-        """Return the number of frames taken of `total`; a video shorter than one multiple stays whole."""
         most = min(self.max_frames, total) // self.multiple * self.multiple
         if not most:
             return total

@@ -134,7 +134,6 @@ def _read_file(file: BinaryIO, request: worker.Request) -> Pixels:
 
 
 def _ended(process: subprocess.Popen[bytes], request: worker.Request, has_started: bool) -> VlexportError:
-    """Return why a decoder ended: by its file only what neither memory nor its installation explains."""
     assert process.stderr is not None
     status, words = process.wait(), process.stderr.read().decode(errors="replace").split("\n")
     if status == -9 or LACK.search(words[-2] if len(words) > 1 else ""):
@@ -277,7 +276,6 @@ def _end_of_segment(file: BinaryIO) -> int:
 
 
 def _number(data: bytes, at: int) -> tuple[int | None, int]:
-    """Return a size of variable width and the place after it; None for all ones, an open size."""
     first = data[at] if at < len(data) else 0
     width = 9 - first.bit_length()
     if width > 8:

@@ -173,7 +173,6 @@ class Hidden(NamedTuple):
         return -(-inner // width)
 
     def pieces(self) -> list[slice]:
-        """Return stretches of the hidden layer, all but the last of the same width."""
         inner = len(self.sources[0].weight_OC)
         step = -(-inner // self.parts // STEP) * STEP
         return [slice(start, min(start + step, inner)) for start in range(0, inner, step)]

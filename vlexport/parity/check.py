@@ -334,7 +334,6 @@ class Checker:
             yield self._canary(lambda wrong, truths: dtype_rows(wrong, truths, cap, own))
 
     def _canary(self, judge: Judge) -> Row:
-        """Compare wrong answers with the reference, each in the place of the engine's own."""
         assert self.truths is not None
 
         def again(name: str, outputs: Outputs) -> list[Answer]:
@@ -383,7 +382,6 @@ class Checker:
                 yield Answer(sample=sample.name, digest=sample.digest(), outputs=run(sample, {}))
 
     def _blocks(self, truths: ReferenceOutputs) -> Iterator[Row]:
-        """Yield rows of deep towers, block by block, on the samples whose blocks the reference kept."""
         if not truths.blocks:
             return
         chosen = [sample for sample in self.samples if sample.name in truths.blocks]
@@ -402,7 +400,6 @@ class Checker:
 
 
 def _run(engine: Engine, inputs: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], str]:
-    """Return outputs, or why there are none; only a machine that is too small stops the check."""
     try:
         return {name: rows.cpu() for name, rows in engine.run(inputs).items()}, ""
     except ResourceError:

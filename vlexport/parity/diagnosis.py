@@ -65,7 +65,6 @@ class Reading:
         return self.outputs[stage] if rows is None else rows
 
     def given(self, stage: str) -> Tensor | None:
-        """Return what the stage gets; nothing for the first, which gets patches."""
         if stage == BEGIN:
             return None
         name, _, number = stage.partition(" ")

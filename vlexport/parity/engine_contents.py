@@ -141,7 +141,6 @@ def _joined(held: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
 
 
 def _held(held: Mapping[str, Sequence[Tensor]], name: str, tensor: Tensor) -> bool | None:
-    """Return whether the engine holds this tensor; None if nothing there corresponds to it."""
     if f"{name}.int8" in held:
         steps, scale = steps_of(tensor.float())
         whole = [held[f"{name}.int8"], [piece.T for piece in held[f"{name}.int8"]]]

@@ -179,7 +179,6 @@ def _computed(checkpoint: Checkpoint) -> frozenset[str]:
 
 
 def _parts(stored: str, names: Collection[str]) -> list[str]:
-    """Return the tensors of the files that make one: queries, then keys, then values may lie apart."""
     several = [[stored.replace("qkv", f"{part}{ending}") for part in "qkv"] for ending in ("", "_proj")]
     return next((parts for parts in ([stored], *several) if all(part in names for part in parts)), [stored])
 

@@ -239,7 +239,6 @@ def _largest_floor(truths: ReferenceOutputs) -> dict[str, Metrics]:
 
 
 def _itself(answers: Sequence[Answer], truths: ReferenceOutputs) -> Iterator[Row]:
-    """Block answers that equal the reference's float32 bit for bit on every sample."""
     same = [
         torch.equal(answer.outputs[name], expected)
         for answer in answers

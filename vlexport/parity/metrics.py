@@ -111,7 +111,6 @@ def _measure(actual_TC: Tensor, expected_TC: Tensor) -> Metrics:
 
 
 def _largest(values: Tensor) -> float:
-    """Return the maximum; NaN if any value is NaN."""
     return float("nan") if bool(values.isnan().any()) else float(values.max())
 
 

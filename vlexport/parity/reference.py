@@ -174,7 +174,6 @@ def _is_shallow(subject: BuildSpec) -> bool:
 
 
 def _chosen(samples: Sequence[Sample]) -> tuple[str, str]:
-    """Return the names of the call that mixes most and of the largest one, whose blocks are kept."""
     plain = [sample for sample in samples if not sample.name.endswith(", faint")]
     largest = max(plain, key=lambda sample: sample.num_patches)
     mixed = max(plain, key=lambda sample: (len(sample.items), sample.num_patches))
@@ -192,7 +191,6 @@ def _wide(
 
 
 def _lost(truth: ReferenceOutput) -> bool:
-    """True if the reference itself loses numbers in the engine's dtype."""
     floors = (truth.dtype_floor or {}).values()
     return any(isinstance(floor, Metrics) and floor.nonfinite > 0 for floor in floors)
 

@@ -120,7 +120,6 @@ class LayerCurve:
     cause: str
 
     def table(self) -> str:
-        """Return plain text: one line per stage with the ratio to the one before, and the drift as a bar."""
         lines = [f"{'stage':<12}{'own error':>11} {'worst token':>12} {'drift':>11} {'ratio':>10}  {SCALE}"]
         before: float | None = None
         for point in self.points:
@@ -228,7 +227,6 @@ class ParityReport:
         return "\n".join([*head, *map(_described, others), self.summary(), *self.conclusion()])
 
     def brief(self) -> str:
-        """Return the summary alone, or with the rows that did not pass and lines to act on."""
         bad = self._bad()
         rows = [_line(HEAD), *map(_described, bad)] if bad else []
         return "\n".join([*rows, self.summary(), *self.conclusion()])
@@ -249,7 +247,6 @@ class ParityReport:
         return ", ".join([*parts, *self._worst(), self.status])
 
     def nearest(self) -> tuple[Row, str, float] | None:
-        """Return the row, the metric and its share of the limit where that is largest, if any row has one."""
         shares = [(row, *share) for row in self.rows if (share := row.share()) is not None]
         return max(shares, key=lambda entry: (math.isnan(entry[2]), entry[2]), default=None)
 

@@ -57,7 +57,6 @@ class Call:
 
     @classmethod
     def of(cls, items: Sequence[MediaItem], merge: int, learned: int = 0) -> Call:
-        """Cut a call; an item without a single frame number is grouped slice by slice."""
         pieces: list[Piece] = []
         for number, item in enumerate(items):
             group = pieces[-1].group + 1 if pieces else 0
@@ -79,7 +78,6 @@ class Call:
         return [cell for piece in self.pieces for cell in piece.cells()]
 
     def segments(self, kind: Segmentation) -> list[Segment] | None:
-        """Return the segments as they came; None where nothing here defines a name."""
         side = math.isqrt(kind.largest or 0)
         group = {(piece.item, piece.number): piece.group for piece in self.pieces}
         keys: dict[str, Callable[[Cell], object]] = {
@@ -102,7 +100,6 @@ class Call:
         return [[row * self.merge + down, column * self.merge + across] for down in side for across in side]
 
     def num_tokens(self, item: int, queried: Segmentation | None) -> int:
-        """Return the tokens of one item: its cells, or so many for each of its groups."""
         own = [piece for piece in self.pieces if piece.item == item]
         if queried is not None:
             return queried.queries * len({piece.group for piece in own})
@@ -164,7 +161,6 @@ def _around_learned(items: Sequence[MediaItem], packing: Packing) -> dict[str, l
 
 
 def _slots(listed: Mapping[str, Any], cells: Sequence[Cell]) -> tuple[list[Cell | None], Faults]:
-    """Return the cell in every slot of the blocks; only packed rows have empty slots."""
     order, inverse = listed["order"], listed.get("inverse")
     if inverse is None:
         return taken(cells, order), {"order": permutation(order, len(cells))}
@@ -227,7 +223,6 @@ def _check_kind(
 
 
 def _cut(seen: Sequence[Cell | None], lengths: Iterable[int], unit: int) -> tuple[list[Segment], str]:
-    """Return the cells in segments of so many patches, and what is wrong with the lengths."""
     segments: list[Segment] = []
     place, fault = 0, ""
     for length in islice(lengths, len(seen) + 1):

@@ -163,7 +163,6 @@ def _write(
 
 
 def _whole_block(item: PlacedMedia, rule: PositionRule, *, pruned: bool) -> Tensor:
-    """Return the first cells of an item, channel 3 holding how far the text after it advances."""
     tokens = num_tokens(item.grid, rule.merge)
     if item.length > tokens or (item.length < tokens and not pruned):
         raise InputError(

@@ -63,7 +63,6 @@ def _steady_channels(rows_RD: Tensor) -> Tensor:
 
 
 def _similarity(unit_TND: Tensor, centre: Tensor) -> Tensor:
-    """Sum of Gaussians of several widths of the distance to a centre (T, N)."""
     squared_TN = (unit_TND - centre).square().sum(-1)
     near_TN = torch.zeros_like(squared_TN)
     for width in WIDTHS:

@@ -110,7 +110,6 @@ def _require_library() -> None:
 
 
 def _plain(message: Mapping[str, object]) -> dict[str, object]:
-    """Return a message without empty entries; thoughts under each name that templates read them by."""
     plain = {name: value for name, value in message.items() if value is not None}
     thoughts = [plain[name] for name in ("reasoning_content", "thinking", "reasoning") if name in plain]
     return {"thinking": thoughts[0], **plain, "reasoning_content": thoughts[0]} if thoughts else plain

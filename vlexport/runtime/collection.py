@@ -207,7 +207,6 @@ class Collection:
         return (part for part in self.parts() if part.number in numbers)
 
     def encode(self, pipeline: Pipeline, report: Callable[[int], None] = lambda _: None) -> None:
-        """Write all missing shards in this process; `report` is given the number of items done."""
         done = self.num_items - self.num_missing
         for part in self.missing_parts():
             records = write_shard(
@@ -296,7 +295,6 @@ class Collection:
         return Outcomes(num_items=self.num_items, num_failed=num_failed, failed=tuple(failed))
 
     def _records(self, part: Part) -> list[Record] | None:
-        """Return the records of a part; None where its shard is not whole; refuse a shard of other items."""
         path = self.folder / part.shard
         records = _read_records(path, self.made_by)
         if records is None:
@@ -372,7 +370,6 @@ def _mapped(file: IO[bytes], places: dict[str, tuple[int, Tensor]]) -> dict[str,
 
 
 def _read_records(shard: Path, made_by: dict[str, str]) -> list[Record] | None:
-    """Return the records of a shard; None if it is not there, damaged, or made by anything else."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -387,7 +384,6 @@ def _read_records(shard: Path, made_by: dict[str, str]) -> list[Record] | None:
 def _sources(
     items: Sequence[Item], facts: list[Record | VlexportError]
 ) -> Iterator[tuple[str | None, Path] | VlexportError]:
-    """Yield what to read, and add size and digest of each file to the facts before it is read."""
     for item in items:
         before = attempt(_file_facts, item.source)
         facts.append(before)
@@ -492,7 +488,6 @@ def _lock(folder: Path) -> FileLock:
 
 @contextmanager
 def _replaced(path: Path) -> Iterator[IO[str]]:
-    """Yield a file that takes the place of `path` when the block succeeds, once the disk has it."""
     with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
         yield file
         file.flush()

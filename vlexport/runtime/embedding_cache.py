@@ -103,7 +103,6 @@ class EmbeddingCache:
         return replace(entry, encoded=_each(entry.encoded, given_out))
 
     def store(self, key: bytes, item: MediaItem, encoded: Encoded) -> None:
-        """Keep a copy, if it fits at all, and let older entries go until it does."""
         device = encoded.embeds.device
         owned = _each(encoded, _on_host)
         ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None

@@ -107,7 +107,6 @@ class EngineSession:
 
     @property
     def settings(self) -> Mapping[str, object]:
-        """The inputs of embeddings apart from the pixels: the engine's identity and the preprocessing."""
         manifest = self.bundle.manifest
         return {"key": manifest.key, "preprocessing": manifest.preprocessing}
 
@@ -234,7 +233,6 @@ class EngineSession:
         return pieces
 
     def halves(self, items: Sequence[MediaItem]) -> list[Sequence[MediaItem]]:
-        """Return two halves of the items, or the only one in pieces; nothing where it stays whole."""
         middle = len(items) // 2
         if middle:
             return [items[:middle], items[middle:]]

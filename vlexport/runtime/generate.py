@@ -176,8 +176,6 @@ class AnswerGenerator:
         )
 
     def answer(self, number: int, on_piece: OnPiece | None) -> Callable[[RequestState], Answer]:
-        """Return step 6 to its end, for the request of this number."""
-
         def run(state: RequestState) -> Answer:
             stream = Stream(self.decode(state))
             for piece in stream:

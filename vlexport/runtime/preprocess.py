@@ -72,7 +72,6 @@ class Preprocessor:
         return state
 
     def expand_prompt(self, state: RequestState, kept: Sequence[Tensor | None]) -> None:
-        """Write the prompt with room for the rows that each item has, or will have, after pruning."""
         numbers: Counter[str] = Counter()
         items = []
         for item, rows in zip((entry.item for entry in state.media), kept, strict=True):
@@ -101,7 +100,6 @@ class MediaReader:
         self.cache = cache
 
     def read(self, kind: str, source: Source, fps: float | None, limits: MediaLimits) -> EncoderInput:
-        """Return one image or video, ready for the engine or, where it is known, with its embeddings."""
         if isinstance(source, Encoded):
             return self._embeds(kind, source)
         if isinstance(source, MediaItem):

@@ -78,7 +78,6 @@ class Pruner:
         return self.graphs.selection.selector.retained_count(rows * columns, item.grid[0], rate)
 
     def frame_rows(self, item: MediaItem, total: int, num_rows: int, kept: Tensor | None) -> tuple[int, ...]:
-        """Return the rows left of each frame; before they are chosen, as if the first frames stayed whole."""
         if self.recipe.pruning_rule is None:
             return ()
         frames, per_frame = item.grid[0], total // item.grid[0]

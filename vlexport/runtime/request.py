@@ -269,7 +269,6 @@ class MediaLevels:
     columns: Tensor
 
     def between(self, start: int, stop: int) -> tuple[Tensor, ...]:
-        """Return the levels [levels, tokens, width] of a chunk, zero on text; nothing where all is text."""
         import torch
 
         from vlexport.positions.splice import deepstack_tables

@@ -146,7 +146,6 @@ class CheckpointTokenizer:
         return Tokens(ids=ids, spans=tuple(shielded.offsets))
 
     def specials(self, text: str) -> list[tuple[str, int]]:
-        """Return the special tokens of a text in order, and their places; -1 if written otherwise."""
         with self._refused():
             encoding = self._backend.encode(text, add_special_tokens=False)
         return [

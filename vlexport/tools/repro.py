@@ -139,7 +139,6 @@ def _unserved(name: str) -> UnsupportedError:
 
 
 def _calls(bundle: Bundle, graph: Graph) -> tuple[list[Case], str]:
-    """Return the smallest call that failed the accuracy check, or two small samples; and which it is."""
     stored = report_in(bundle.verdict)
     bad = {row.shapes for row in (stored.rows if stored else ()) if row.verdict == "failed"}
     arguments = (graph.recipe, graph.config, bundle.manifest)

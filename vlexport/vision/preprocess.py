@@ -413,13 +413,11 @@ def _longest(pixels: int, cell: int, across: int) -> int:
 
 
 def _shortest(pixels: int, cell: int, across: int) -> int:
-    """Return cells of the shortest frame that is `across` cells wide and has at least `pixels`."""
     widest = _rounds_to(across + 1, cell) - 1
     return across * max(1, round(-(-pixels // widest) / cell))
 
 
 def _rounds_to(count: int, cell: int) -> int:
-    """Return the smallest side that is rounded to `count` cells, halves going to even numbers."""
     side = -(-(2 * count - 1) * cell // 2)
     return side if round(side / cell) == count else side + 1
 

@@ -46,7 +46,6 @@ class Log:
         return "; ".join(self.errors[-3:])[:1000] or "the library gives no reason"
 
     def memory(self, num_profiles: int) -> tuple[int, tuple[int, ...]]:
-        """Return bytes of weights and of each profile's context; 0 and none where the log is another."""
         weights = [int(match[1]) for match in map(WEIGHTS.search, self.remarks) if match]
         contexts = tuple(int(match[1]) for match in map(ACTIVATIONS.search, self.remarks) if match)
         return (weights[0], contexts) if (len(weights), len(contexts)) == (1, num_profiles) else (0, ())

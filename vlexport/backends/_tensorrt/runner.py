@@ -81,7 +81,6 @@ class Gpu:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Send copies to the stream, behind what the caller's own stream still has to do."""
         caller = torch.cuda.current_stream()
         with torch.cuda.stream(self._stream):
             self._stream.wait_stream(caller)
@@ -94,7 +93,6 @@ class Gpu:
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
     def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
-        """Return one replay of what `launch` puts on the stream; nothing of it runs yet."""
         graph = torch.cuda.CUDAGraph()
         # Other threads may use the GPU meanwhile.
         with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):

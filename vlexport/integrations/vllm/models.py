@@ -237,7 +237,6 @@ class WithProjector(WithBundle):
     config: Any
 
     def given_bytes(self, multimodal: Any) -> bool:
-        """Return that pixels come normalised; vLLM has no other way for these."""
         return False
 
     def largest_items(self, model: Any, session: EngineSession, served: Checkpoint) -> list[Grid]:
@@ -286,11 +285,9 @@ class WithSlices(WithBundle):
     version: tuple[int, int]
 
     def given_bytes(self, multimodal: Any) -> bool:
-        """Return that pixels come normalised; vLLM has no other way for these."""
         return False
 
     def largest_items(self, model: Any, session: EngineSession, served: Checkpoint) -> list[Grid]:
-        """Return the largest slice, in a line; calls are cut between slices."""
         return [(1, 1, _longest_segment(session, served))]
 
     def replace_tower(self, session: EngineSession, ranks: Ranks | None) -> None:
@@ -378,7 +375,6 @@ def _check_attributes(part: object, names: Iterable[str]) -> None:
 
 
 def _check_pruning(vllm_config: VllmConfig, *, by_time: bool) -> None:
-    """Refuse options with which pruned requests would get other positions."""
     # Media in cached blocks are not encoded, and with scaled time the shift of decoded tokens follows from
     # what is kept. The windows of a draft model begin one token after the number of computed tokens.
     speculation = vllm_config.speculative_config

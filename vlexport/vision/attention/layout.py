@@ -89,7 +89,6 @@ class CallLayout(NamedTuple):
         return take_cells(x_PC, self.views[name].inverse_M, queries, self.queried(name).num_rows)
 
     def with_rotary(self, angles_NK: Tensor) -> CallLayout:
-        """Give every view the rotary tables of its rows; angles are of rows as they came."""
         angles_NK = self.arrange(angles_NK)
         cos, sin = angles_NK.cos(), angles_NK.sin()
         views = {

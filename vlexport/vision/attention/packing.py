@@ -115,7 +115,6 @@ class Packing:
         return ShapeProfile(name, layouts.ranges(self.segmentations, self.cells, self.sizes(bounds)))
 
     def profiles(self) -> Mapping[str, ShapeProfile]:
-        """Return `any` first, then the names that every family has."""
         named = {name: self.profile(name, bounds) for name, bounds in NAMED_BOUNDS.items()}
         return {"any": self.profile("any", None), **named}
 

@@ -136,7 +136,6 @@ def _stretching(part: Any) -> Any:
 
 
 def _resized(table: Tensor, *_: object, **__: object) -> Tensor:
-    """Return the table resized to every frame, by the share that each patch has of each of its entries."""
     if "tap_weights" not in current().rows:
         raise UnsupportedError(
             "the class resizes its positions for each picture, and has no table of shares."
