@@ -165,7 +165,7 @@ def _sums(core: Any, model: Any) -> Sums:
         first = len(tapped.outputs)
         tapped.add_outputs([ends[name] for name in names])
         request = core.compile_model(tapped, "CPU", _settings(Options(), None)).create_infer_request()
-        request.infer(_given({**inputs, **{f"{name}.fed": rows for name, rows in fed.items()}}))
+        request.infer(_as_taken({**inputs, **{f"{name}.fed": rows for name, rows in fed.items()}}))
         results = {name: request.get_output_tensor(first + place) for place, name in enumerate(names)}
         tensors = {name: _tensor(tensor.data.copy(), tensor) for name, tensor in results.items()}
         return {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
@@ -179,7 +179,7 @@ def _has_bfloat16() -> bool:
     return bool(torch.cpu.get_capabilities().get(BFLOAT16))
 
 
-def _given(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def _as_taken(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     import openvino
     import torch
 
@@ -279,7 +279,7 @@ class _Runner(Runner):
         self._begun = self._begun or not one_row
         request = self._request if self._begun else self._begin()
         with refused_by(f"OpenVINO {version('openvino')}", tensors=tensors):
-            results = request.infer(_given(tensors), share_inputs=True)
+            results = request.infer(_as_taken(tensors), share_inputs=True)
             # `infer` copies the request's buffers, which the next call writes again.
             outputs = {name: _tensor(results[name], request.get_tensor(name)) for name in self._outputs}
         if is_large(tensors):

@@ -28,7 +28,7 @@ class Entry:
     path: Path
     num_bytes: int
     age_seconds: float
-    found: Inspection | None = None
+    inspection: Inspection | None = None
     problem: str = ""
 
     @property
@@ -57,7 +57,7 @@ def _bundles(into: Path) -> Iterator[Entry]:
             problem = str(error)
         size, age = _measured(folder)
         yield Entry(
-            kind="bundle", path=folder, num_bytes=size, age_seconds=age, found=inspected, problem=problem
+            kind="bundle", path=folder, num_bytes=size, age_seconds=age, inspection=inspected, problem=problem
         )
 
 
@@ -87,10 +87,10 @@ def _measured(path: Path) -> tuple[int, float]:
 
 def damages(entry: Entry) -> list[str]:
     """Hash every file of a bundle and return what differs from its manifest."""
-    if entry.found is None or entry.found.manifest is None or entry.problem:
+    if entry.inspection is None or entry.inspection.manifest is None or entry.problem:
         return [entry.problem]
     faults = []
-    for name, record in entry.found.manifest.files.items():
+    for name, record in entry.inspection.manifest.files.items():
         try:
             check_payload(entry.path, name, record)
         except BundleError as error:

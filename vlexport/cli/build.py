@@ -66,7 +66,7 @@ class BuildOptions:
 
         if self.write_config is not None:
             write_options(context, self.write_config)
-        limits = _given(seconds=self.build_seconds, gibibytes=self.build_memory)
+        limits = _without_none(seconds=self.build_seconds, gibibytes=self.build_memory)
         names = ("checkpoint", "lora", "recipe", "backend", "dtype", "input_dtype", "selector", "device")
         return {
             **{name: getattr(self, name) for name in names},
@@ -79,7 +79,7 @@ class BuildOptions:
 
     def _profile(self) -> str | MediaBounds | None:
         names = ("min_pixels", "max_pixels", "max_images", "max_frames")
-        bounds = _given(**{name: getattr(self, name) for name in names})
+        bounds = _without_none(**{name: getattr(self, name) for name in names})
         if bounds and self.profile is not None:
             raise RequestError(
                 "--profile given together with --min-pixels, --max-pixels, --max-images or --max-frames; "
@@ -88,7 +88,7 @@ class BuildOptions:
         return MediaBounds(**bounds) if bounds else self.profile
 
 
-def _given(**values: Any) -> dict[str, Any]:
+def _without_none(**values: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 

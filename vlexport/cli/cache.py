@@ -98,20 +98,20 @@ def _total(listed: list[Entry]) -> int:
 
 
 def _described(entry: Entry) -> dict[str, str]:
-    if entry.found is None or entry.found.manifest is None:
+    if entry.inspection is None or entry.inspection.manifest is None:
         return {}
-    manifest = entry.found.manifest
+    manifest = entry.inspection.manifest
     return {
         "recipe": manifest.recipe.name,
         "backend": manifest.target.backend,
         "precision": manifest.precision.name,
-        "parity": (entry.found.checked or manifest.parity).status,
+        "parity": (entry.inspection.checked or manifest.parity).status,
     }
 
 
 def _json(entry: Entry) -> dict[str, object]:
     named = {"kind": entry.kind, "path": str(entry.path), "bytes": entry.num_bytes}
-    trusted = {"trusted": entry.found.trusted} if entry.found else {}
+    trusted = {"trusted": entry.inspection.trusted} if entry.inspection else {}
     age = {"age_seconds": round(entry.age_seconds)}
     return {**named, **age, **_described(entry), **trusted, "problem": entry.problem or None}
 

@@ -144,7 +144,7 @@ def compare(
     def state_of(name: str) -> RequestState:
         state = steps.preprocess(request)
         if name in sides:
-            state.media = tuple(_known(steps, item, sides[name]) for item in state.media)
+            state.media = tuple(_with_embeddings(steps, item, sides[name]) for item in state.media)
         return state
 
     decoder = steps.language.decoder
@@ -157,7 +157,7 @@ def compare(
         tallies[name].add(question, text, whole, forced)
 
 
-def _known(steps: AnswerGenerator, source: EncoderInput, run: Run) -> EncoderInput:
+def _with_embeddings(steps: AnswerGenerator, source: EncoderInput, run: Run) -> EncoderInput:
     session = steps.encoder.session
     outputs = {name: rows.float() for name, rows in run([source.item]).items()}
     encoded: list[Encoded] = session.split([source.item], outputs)

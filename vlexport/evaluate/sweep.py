@@ -217,7 +217,7 @@ def _chance(cases: Sequence[Case], categories: Sequence[Sequence[str]]) -> dict[
 class _Trial:
     """One question: its encoded media, the seconds that this took, and its answer without pruning.
 
-    known  outcomes by kept tokens: a prompt of the same tokens is answered once
+    outcomes  by kept tokens: a prompt of the same tokens is answered once
     """
 
     case: Case
@@ -225,7 +225,7 @@ class _Trial:
     seconds: float
     answer: Answer
     whole: ForcedAnswer | None = None
-    known: dict[bytes, Outcome] = field(default_factory=dict)
+    outcomes: dict[bytes, Outcome] = field(default_factory=dict)
 
 
 class Runner:
@@ -296,10 +296,10 @@ class Runner:
         state = steps.prompted(steps.preprocess(request))
         before, kept = sum(state.seconds.values()), state.encoded[0].kept
         key = b"" if kept is None else kept.cpu().numpy().tobytes()
-        if key not in trial.known:
+        if key not in trial.outcomes:
             outcome, _ = self._judged(trial, steps, request, state)
-            trial.known[key] = replace(outcome, first_token=outcome.first_token - before)
-        stored = trial.known[key]
+            trial.outcomes[key] = replace(outcome, first_token=outcome.first_token - before)
+        stored = trial.outcomes[key]
         return replace(stored, first_token=trial.seconds + before + stored.first_token)
 
     def _judged(

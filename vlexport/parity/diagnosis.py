@@ -64,7 +64,7 @@ class Reading:
         rows = expected_rows(stage, self.blocks)
         return self.outputs[stage] if rows is None else rows
 
-    def given(self, stage: str) -> Tensor | None:
+    def input_of(self, stage: str) -> Tensor | None:
         if stage == BEGIN:
             return None
         name, _, number = stage.partition(" ")
@@ -168,7 +168,7 @@ class _Probe:
         main, flat, single = readings
         width = main.blocks[0][0].shape[-1]
         with one_stage(self.subject, self.profile, self.stage, width) as run:
-            out = run(main.sample, main.given(self.stage))
+            out = run(main.sample, main.input_of(self.stage))
             if self._overflows(out, main):
                 return OVERFLOW
             if self._is_shuffled(out, main.expected(self.stage)):
@@ -181,7 +181,7 @@ class _Probe:
             return self._from_reach(run, main, otherwise=MASK)
 
     def _bad(self, run: StageRun, reading: Reading) -> bool:
-        rows = run(reading.sample, reading.given(self.stage))
+        rows = run(reading.sample, reading.input_of(self.stage))
         return _judged(self.subject, reading, self.stage, rows).verdict != "passed"
 
     def _is_shuffled(self, out: Tensor, expected: Tensor) -> bool:
@@ -198,13 +198,13 @@ class _Probe:
             return True
         peak = out.abs().max()
         stuck = int((out.abs() == peak).sum()) > 2 and bool(peak < 0.99 * expected.abs().max())
-        rows = main.given(self.stage)
+        rows = main.input_of(self.stage)
         largest = 0.0 if rows is None else float(rows.abs().max())
         return stuck or (self.subject.dtype == "float16" and largest > HALF_SQUARE)
 
     def _is_rough(self, run: StageRun, main: Reading) -> bool:
         """Return whether a tiny change of the input gives a much larger one: something rounds."""
-        rows = main.given(self.stage)
+        rows = main.input_of(self.stage)
         if rows is None:
             rows = torch.cat([item.patches for item in main.sample.items])
             if rows.dtype == torch.uint8:
@@ -220,7 +220,7 @@ class _Probe:
 
     def _from_reach(self, run: StageRun, main: Reading, *, otherwise: str) -> str:
         """Change one cell, see which cells answer, and compare with its window and its frame."""
-        rows = main.given(self.stage)
+        rows = main.input_of(self.stage)
         packing = self.subject.packing
         if rows is None or packing.queried or not self.stage.startswith("block"):
             return ORDER

@@ -261,7 +261,7 @@ def _forced_rows(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Faint:
-    """A call of faint rows, and the result of each of our tower's blocks on those `given`, in order of items.
+    """A call of faint rows, and the result of each of our tower's blocks on those `taken`, in order of items.
 
     Where the engine's first block reads no sum, rows cannot be fed to it: ours has those of the faint pixels,
     all others `rows_NC`.
@@ -270,9 +270,9 @@ class _Faint:
     items: tuple[MediaItem, ...]
     inputs: Mapping[str, Tensor]
     rows_NC: Tensor
-    given: Sequence[Tensor]
+    taken: Sequence[Tensor]
     layout: CallLayout
-    wanted: Sequence[Tensor]
+    expected: Sequence[Tensor]
 
     @classmethod
     def of(cls, tower: StagedTower, subject: BuildSpec, sample: Sample, first: Tensor, *, fed: bool) -> Self:
@@ -284,7 +284,7 @@ class _Faint:
         expected = [
             layout.restore(block(taken, layout)) for block, taken in zip(tower.blocks, rows, strict=True)
         ]
-        return cls(items=items, inputs=inputs, rows_NC=rows_NC, given=rows, layout=layout, wanted=expected)
+        return cls(items=items, inputs=inputs, rows_NC=rows_NC, taken=rows, layout=layout, expected=expected)
 
 
 def _faint_rows(
@@ -298,11 +298,11 @@ def _faint_rows(
     with torch.inference_mode():
         fed = {place: call.rows_NC for place in places[:-1] if place is not None}
         taps = run(call.inputs, fed, sums)
-        for index, expected in enumerate(call.wanted):
+        for index, expected in enumerate(call.expected):
             actual = taps[sums[index]].to(call.rows_NC.dtype)
             limit = _limit(subject, () if places[index] is not None else call.items)
             pair = (call.layout.restore(actual), expected)
-            exact = partial(_exact, subject, index, call.given[index], call.layout)
+            exact = partial(_exact, subject, index, call.taken[index], call.layout)
             yield block_row(f"engine {stage_name(index)}", f"{name} rows", pair, exact, limit)
 
 
