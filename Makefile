@@ -77,7 +77,7 @@ SLOW_PART := tests/test_traps.py tests/test_environments.py tests/test_build_fau
 	tests/recipes/test_qwen2_vl.py tests/recipes/test_qwen2_5_vl.py tests/recipes/test_minicpmv_bundles.py \
 	tests/recipes/test_qwen3_vl.py tests/recipes/test_kimi_vl.py tests/recipes/test_nemotron_vl.py \
 	tests/cli/test_quantised.py tests/cli/test_adapters.py tests/cli/test_encode_collection.py \
-	tests/cli/test_repro_run.py tests/evaluate/test_answers.py tests/benchmarks/test_trained.py \
+	tests/cli/test_repro.py tests/evaluate/test_answers.py tests/benchmarks/test_trained.py \
 	tests/integrations/test_page.py tests/mutation/test_mutants.py
 
 test-slow-part: $(ready)

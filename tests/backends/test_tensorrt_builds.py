@@ -10,7 +10,7 @@ from vlexport.recipes.demo.writing import write_checkpoint
 
 from benchmarks.towers import THREE_BILLION
 from tests.cli.lines import vlexport
-from tests.parity.test_float16_layers import SPIKED, write_spikes
+from tests.parity.test_float16 import SPIKED, write_spikes
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport._build.export import export
 from vlexport._build.graph import Graph

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import resource
 import sys
 import time
 from contextlib import nullcontext
@@ -46,14 +45,11 @@ def main() -> int:
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--force", action="store_true")
     parser.add_argument("--no-lock", action="store_true")
-    parser.add_argument("--largest-file", type=int)
     options = parser.parse_args()
     # A killed process loses nothing of what it wrote, and dozens of builds would wait for the disk.
     os.fsync = lambda _: None  # type: ignore[assignment]
     if options.no_lock:
         store._entry_lock = lambda *_: nullcontext(False)  # type: ignore[assignment]
-    if options.largest_file is not None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (options.largest_file, options.largest_file))
     print("ready", flush=True)
     sys.stdin.readline()
     try:

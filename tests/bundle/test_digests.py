@@ -1,24 +1,28 @@
-"""Digests and bytes against another program and another reader: a slip of the shared helper shows here."""
+"""Digests and bytes of files against another program and another reader, and which files are mapped."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import os
 import random
 import shutil
+import stat
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from vlexport.bundle import files
+from tests.bundle.examples import PAYLOADS, store
+from vlexport.bundle import Bundle, files
 from vlexport.bundle.files import check_payload, copy_payload, map_payload, read_payload, record_of
 from vlexport.checkpoint import Checkpoint
 from vlexport.checkpoint import files as weight_files
-from vlexport.errors import BundleError
+from vlexport.errors import BundleError, InputError
 from vlexport.runtime import collection
 
 # Sizes around every border of a chunk, of a part and of several parts.
@@ -118,3 +122,62 @@ def test_digests_of_items_of_a_collection_are_those_of_their_files(tmp_path):
         content = random_file(tmp_path / "item", size)
         found = collection._file_facts(str(tmp_path / "item"))
         assert (found["bytes"], found["sha256"]) == (size, hashlib.sha256(content).hexdigest()), size
+
+
+NAME = "engine.bin"
+
+
+@pytest.fixture
+def bundle(tmp_path: Path, small: None) -> Bundle:
+    return store(tmp_path / "engines", tmp_path / "data")
+
+
+@pytest.mark.parametrize("parts", [(), ("0" * 64,)])
+def test_a_record_with_another_number_of_parts_is_refused(bundle, parts):
+    with pytest.raises(InputError, match=r"files\.parts"):
+        replace(bundle.manifest.files[NAME], parts=parts)
+
+
+def test_a_large_file_that_nobody_may_write_is_mapped(bundle: Bundle, tmp_path: Path) -> None:
+    found = bundle.map(NAME)
+    assert isinstance(found.obj, mmap.mmap)
+    assert found == PAYLOADS[NAME]
+    assert not stat.S_IMODE((bundle.path / NAME).stat().st_mode) & 0o222
+    # What is loaded stays when the file is replaced.
+    other = tmp_path / "other"
+    other.write_bytes(b"\xff" * len(found))
+    other.replace(bundle.path / NAME)
+    assert found == PAYLOADS[NAME]
+
+
+def test_a_file_that_somebody_may_write_is_read_not_mapped(bundle: Bundle) -> None:
+    path = bundle.path / NAME
+    for mode in (0o644, 0o464, 0o446):
+        path.chmod(mode)
+        found = bundle.map(NAME)
+        path.write_bytes(b"\xff" * len(found))
+        assert found == PAYLOADS[NAME], oct(mode)
+        path.write_bytes(PAYLOADS[NAME])
+
+
+def test_a_bit_of_any_part_is_refused_where_it_was_begun_before(bundle, tmp_path):
+    path, good = bundle.path / NAME, PAYLOADS[NAME]
+    for at in range(0, len(good), PART // 2):
+        path.unlink()
+        path.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
+        path.chmod(0o444)
+        again = Bundle.open(bundle, verify="lazy", user_data=tmp_path / "data")
+        again.begin([NAME])
+        for read in (again.map, again.read):
+            with pytest.raises(BundleError, match="SHA-256"):
+                read(NAME)
+
+
+def test_what_was_begun_is_used_once_and_by_a_bundle_of_the_same_digest_alone(bundle, tmp_path):
+    bundle.begin([NAME, "absent"])
+    again = Bundle.open(bundle, verify="lazy", user_data=tmp_path / "data")
+    begun = again.begun[NAME].result()
+    assert again.map(NAME) is begun
+    assert again.map(NAME) is not begun
+    bundle.begin([NAME])
+    assert not Bundle.open(replace(bundle, digest="0" * 64), user_data=tmp_path / "data").begun

@@ -1,20 +1,23 @@
-"""A manifest has one spelling, and everything else is refused with one kind of error."""
+"""A manifest has one spelling, everything else is refused, and older ones name what rebuilds them."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
+import re
+import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.bundle.examples import KEY, MANIFEST
-from tests.thirty import cases
-from vlexport.bundle import FileRecord, Manifest, Verdict
+from tests.bundle.examples import KEY, MANIFEST, PAYLOADS
+from tests.thirty import ROOT, cases
+from vlexport.bundle import MANIFEST_NAME, SCHEMA, Bundle, FileRecord, Manifest, Verdict
 from vlexport.codec import MAX_BYTES, MAX_DEPTH, canonical, parse
 from vlexport.errors import BundleError, InputError
 
@@ -67,31 +70,22 @@ def test_canonical_json_reads_back_and_is_written_the_same_again(value: dict[str
     assert json.loads(canonical(value)) == value
 
 
+# Types of fields are the codec's, in tests/test_codec.py.
 WRONG: dict[str, Callable[[dict[str, Any]], object]] = {
     "schema as text": lambda v: v.update(schema="1"),
     "schema true": lambda v: v.update(schema=True),
     "schema 0": lambda v: v.update(schema=0),
     "key too short": lambda v: v.update(key=KEY[:-1]),
     "key in capitals": lambda v: v.update(key=KEY.upper()),
-    "recipe as text": lambda v: v.update(recipe="name"),
     "recipe digest": lambda v: v["recipe"].update(digest="x" * 64),
-    "revision as number": lambda v: v["checkpoint"].update(revision=1),
-    "weights null": lambda v: v["checkpoint"].update(weights=None),
-    "preprocessing as list": lambda v: v.update(preprocessing=[]),
-    "fp32_layers with numbers": lambda v: v["precision"].update(fp32_layers={"norm": 32}),
     "ranges of two": lambda v: v["profile"]["ranges"].update(patches=[1, 2]),
     "ranges of four": lambda v: v["profile"]["ranges"].update(patches=[1, 2, 3, 4]),
     "ranges of text": lambda v: v["profile"]["ranges"].update(patches=["1", "2", "3"]),
     "ranges with true": lambda v: v["profile"]["ranges"].update(patches=[True, 2, 3]),
-    "ranges upside down": lambda v: v["profile"]["ranges"].update(patches=[3, 2, 1]),
     "range of a multiple": lambda v: v["profile"]["ranges"].update({"4*patches": [1, 2, 3]}),
-    "inputs as object": lambda v: v.update(inputs={}),
     "shape negative": lambda v: v["inputs"][0].update(shape=[-1]),
     "shape fraction": lambda v: v["inputs"][0].update(shape=[1.5]),
-    "shape expression": lambda v: v["inputs"][0].update(shape=["4*a*b"]),
     "shape digits": lambda v: v["inputs"][0].update(shape=["12"]),
-    "target tag": lambda v: v.update(target="eager"),
-    "versions with numbers": lambda v: v.update(versions={"torch": 2}),
     "file size negative": lambda v: v["files"]["engine.bin"].update(size=-1),
     "file size true": lambda v: v["files"]["engine.bin"].update(size=True),
     "file hash": lambda v: v["files"]["engine.bin"].update(sha256="0"),
@@ -199,3 +193,34 @@ def test_a_mutated_manifest_is_refused_or_has_another_digest_than_the_one_truste
             continue
         assert manifest.encoded() == raw
         assert (manifest.digest() == FULL.digest()) == (raw == good)
+
+
+KEPT = ROOT / "tests" / "golden" / "bundles"
+COMMAND = f"vlexport build org/name@{'c' * 40} --recipe FILE --backend eager --dtype bfloat16 --profile image"
+
+
+@pytest.mark.parametrize("schema", range(1, SCHEMA + 1))
+def test_a_bundle_of_every_schema_opens_or_is_refused_with_the_command_that_rebuilds_it(schema, tmp_path):
+    path = shutil.copytree(KEPT / f"schema-{schema}", tmp_path / "bundle")
+    digest = hashlib.sha256((path / MANIFEST_NAME).read_bytes()).hexdigest()
+    assert Bundle.inspect(path, user_data=tmp_path).content["schema"] == schema
+    if schema == SCHEMA:
+        opened = Bundle.open(path, trust=digest, user_data=tmp_path)
+        assert {name: opened.read(name) for name in opened.manifest.files} == PAYLOADS
+        return
+    with pytest.raises(BundleError, match=f"schema {schema} found.*{re.escape(COMMAND)}"):
+        Bundle.open(path, trust=digest, user_data=tmp_path)
+
+
+def test_a_command_is_quoted_and_left_out_where_the_manifest_has_no_source():
+    hostile = b'{"checkpoint": {"source": "a; rm -rf ~"}, "recipe": 3, "schema": 1}'
+    with pytest.raises(BundleError, match=r"vlexport build 'a; rm -rf ~' Build"):
+        Manifest.parse(hostile)
+    with pytest.raises(BundleError, match=r"of an older version\. Build"):
+        Manifest.parse(b'{"checkpoint": [], "schema": 1}')
+
+
+def test_the_page_names_every_field_and_schema():
+    page = (ROOT / "docs" / "manifest.md").read_text(encoding="utf-8")
+    assert [name for name in (each.name for each in fields(Manifest)) if f"| `{name}` |" not in page] == []
+    assert [number for number in range(1, SCHEMA + 1) if f"| {number} |" not in page] == []

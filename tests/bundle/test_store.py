@@ -19,7 +19,7 @@ from filelock import FileLock
 from tests.bundle.examples import KEY, MANIFEST, PAYLOADS, store, write
 from vlexport.bundle import Bundle, Trust, Verdict, finished, staged
 from vlexport.bundle import store as store_
-from vlexport.errors import BundleError, LockedError, RequestError, ResourceError
+from vlexport.errors import LockedError, RequestError, ResourceError
 
 # The real one; tests skip it otherwise.
 SYNC = os.fsync
@@ -99,13 +99,6 @@ def test_an_entry_that_appeared_meanwhile_is_replaced_by_a_whole_one(into: Path,
     assert names(into) == ["entry", "side"]
 
 
-def test_a_usable_entry_is_replaced(into, data):
-    store(into, data, payloads={"engine.bin": b"first"})
-    store(into, data, payloads={"engine.bin": b"second"})
-    assert Bundle.open(into / "entry", user_data=data).read("engine.bin") == b"second"
-    assert names(into) == ["entry"]
-
-
 def test_a_draft_can_be_checked_given_a_verdict_and_published(into: Path, data: Path) -> None:
     with staged(into, "entry", user_data=data) as staging:
         manifest = replace(MANIFEST, files=write(staging), parity=Verdict(status="not_run"))
@@ -116,15 +109,6 @@ def test_a_draft_can_be_checked_given_a_verdict_and_published(into: Path, data: 
     assert Bundle.open(into / "entry", user_data=data) == bundle
     assert bundle.verdict.status == "observed"
     assert {path.name for path in Trust.of(data).folder.iterdir()} == {draft.digest, bundle.digest}
-
-
-def test_payloads_that_the_manifest_does_not_name_are_not_published(into: Path, data: Path) -> None:
-    with staged(into, "entry", user_data=data) as staging:
-        records = write(staging)
-        (staging.folder / "cache.tmp").write_bytes(b"")
-        with pytest.raises(BundleError, match=r"not in the manifest: 'cache\.tmp'"):
-            staging.publish(replace(MANIFEST, files=records))
-    assert names(into) == []
 
 
 def test_a_build_that_another_one_holds_is_refused_with_its_holder(into, data, caplog, record_property):
@@ -275,19 +259,6 @@ def test_every_file_and_folder_is_on_the_disk_before_the_entry_appears(into, dat
     assert len(inside) == 6
     assert inside <= at_rename[0]
     assert into.stat().st_ino in synced
-
-
-def test_a_file_too_large_for_the_system_ends_in_a_resource_error(into: Path, data: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.bundle.builder", into, data, "entry", "--largest-file", "1000"],
-        input="go\n",
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 7
-    assert f"ResourceError: {into}: the disk is full" in done.stderr
-    assert names(into) == []
 
 
 def test_a_really_full_disk_ends_in_a_resource_error_and_the_next_build_succeeds(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from tests.adapters import write_adapter
 from tests.cli.lines import Ran, vlexport
 from vlexport import Checkpoint, load
 from vlexport.bundle import Bundle
@@ -174,9 +173,3 @@ def test_stored_engines_hold_the_folded_weights(backend, dtype, adapter, checkpo
 def test_bench_times_against_the_adapted_reference(adapted):
     found = vlexport("bench", adapted, "--rounds", "1", "--size", "56x56", "--json").document
     assert max(each["relative_l2"] or 0.0 for each in found["contenders"]) < 1e-5
-
-
-def test_every_matrix_of_the_blocks_may_be_adapted_without_peft(checkpoint, tmp_path):
-    folder = write_adapter(tmp_path / "all", Checkpoint.open(checkpoint))
-    ran = vlexport("plan", checkpoint, "--lora", folder, "--backend", "eager", "--output-dir", tmp_path)
-    assert ran.code == 0, ran.err

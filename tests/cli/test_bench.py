@@ -7,12 +7,10 @@ import shutil
 import statistics
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from tests.cli.lines import vlexport
 from vlexport.bundle import Bundle, Trust
-from vlexport.evaluate.intervals import unpaired
 
 SHORT = ("--rounds", 2, "--size", "56x84", "--threads", 1)
 
@@ -162,16 +160,3 @@ def test_files_of_other_devices_or_calls_are_refused_unless_the_caller_insists(f
         assert (ran.code, f"{name} differ" in ran.err) == (2, True), ran.err
         ran = vlexport("compare", first, other, "--allow-different", "--json")
         assert (ran.code, len(ran.document["waived"])) == (0, 1)
-
-
-@pytest.mark.slow
-def test_the_interval_of_two_runs_holds_the_true_ratio_as_often_as_it_claims():
-    found = 0
-    for seed in range(100):
-        source = np.random.default_rng(seed)
-        over, under = (scale * source.lognormal(0.0, 0.1, 11) for scale in (1.25, 1.0))
-        interval = unpaired(over.tolist(), under.tolist())
-        assert interval.median == pytest.approx(np.median(over) / np.median(under))
-        found += interval.low <= 1.25 <= interval.high
-    # 93 measured; 95 are meant.
-    assert found >= 90

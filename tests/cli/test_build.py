@@ -128,9 +128,3 @@ def test_limits_make_a_profile_and_go_into_the_manifest(checkpoint, engines):
     profile = Bundle.open(ran.document["bundle"]).manifest.profile
     assert profile.name.startswith("custom-")
     assert max(each.max for each in profile.ranges.values()) < 100
-
-
-def test_older_configs_and_newer_names_build(tiny, engines):
-    checkpoint = tiny(naming="model.visual.", config_style="flat")
-    ran = vlexport("build", checkpoint, "--backend", "eager", "--output-dir", engines)
-    assert ran.code == 0, ran.err

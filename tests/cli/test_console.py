@@ -139,3 +139,19 @@ def test_commands_run_in_threads_other_than_the_main_one():
     thread.start()
     thread.join()
     assert codes == [0]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_completion_script_names_the_command(shell):
+    ran = vlexport("completion", shell)
+    assert ran.code == 0
+    assert "_VLEXPORT_COMPLETE" in ran.out
+    assert "vlexport" in ran.out
+
+
+def test_the_variable_of_the_script_completes_commands():
+    variables = {"_VLEXPORT_COMPLETE": "complete_bash", "COMP_WORDS": "vlexport bui", "COMP_CWORD": "1"}
+    ran = subprocess.run(
+        [SCRIPT], env={**os.environ, **variables}, capture_output=True, text=True, check=False
+    )
+    assert ran.stdout.split() == ["build"]

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from filelock import FileLock
@@ -133,16 +132,6 @@ def unwritable_folder_of_bundles(world):
     world.patch.setattr(Path, "mkdir", refused)
 
 
-def depth_in_words(world):
-    vision = json.loads((world.checkpoint / "config.json").read_text("utf-8"))["vision_config"]
-    world.config(vision_config={**vision, "depth": "two"})
-
-
-def newer_schema(world):
-    raw = (world.bundle / "manifest.json").read_bytes()
-    world.write("bundle/manifest.json", re.sub(rb'("schema": ?)\d+', rb"\g<1>99", raw))
-
-
 NORM, DIGEST = "visual.blocks.0.norm1.weight", "[0-9a-f]{64}"
 # What is spoilt before a build, its exit code, and its words.
 BUILDS = {
@@ -160,16 +149,8 @@ BUILDS = {
         lambda w: w.tensors(lambda found: [found.pop(name) for name in list(found) if "visual" in name]), 2,
         r"visual\."
     ),
-    "pickles only": (
-        lambda w: (w.checkpoint / "model.safetensors").rename(w.checkpoint / "pytorch_model.bin"), 2,
-        r"pickles only \(pytorch_model\.bin\); expected safetensors.*Convert"
-    ),
-    "no weights": (lambda w: (w.checkpoint / "model.safetensors").unlink(), 2,
-        r"holds no weights; expected model\.safetensors"),
     "truncated weights": (lambda w: os.truncate(w.checkpoint / "model.safetensors", 50), 2,
         r"model\.safetensors"),
-    "no config": (lambda w: (w.checkpoint / "config.json").unlink(), 2, r"holds no config\.json"),
-    "depth in words": (depth_in_words, 2, r"'vision_config\.depth' is 'two'; expected a whole number"),
     "remote code": (
         lambda w: w.config(model_type="own_thing", auto_map={"AutoModel": "modeling_own.OwnModel"}), 2,
         r"no recipe for model type 'own_thing'.*remote code, which vlexport never runs"
@@ -207,14 +188,8 @@ VERIFIES = {
     ),
     "altered payload": (lambda w: w.flip("program.pt2"), 5,
         rf"'program\.pt2' has SHA-256 {DIGEST}; expected {DIGEST}"),
-    "extra file": (lambda w: w.write("bundle/more.bin", b"x"), 5, r"more\.bin"),
     "untrusted": (lambda w: w.manifest(created="2030-01-01T00:00:00Z", approve=False), 5,
         rf"neither built here nor approved.*found {DIGEST}.*--trust {DIGEST}"),
-    "newer schema": (newer_schema, 5, r"schema 99"),
-    "manifest of somebody else": (
-        lambda w: w.write("bundle/manifest.json", b'{"name": "a web application", "icons": []}'), 5,
-        r"manifest"
-    ),
 }  # fmt: skip
 
 
@@ -241,8 +216,6 @@ ENCODES = {
         r"cannot be written \(Permission denied\)\. Name a place that you may write to"),
     "another version of the recipe": (lambda w: w.manifest(recipe={"digest": "0" * 64}), 4,
         r"has changed since the build \(0{12} then.*Build again: vlexport build"),
-    "altered payload at load": (lambda w: w.flip("program.pt2"), 5,
-        rf"'program\.pt2' has SHA-256 {DIGEST}; expected {DIGEST}"),
     "no input for patches": (without_patches, 5,
         r"contradict each other \(InputError: no input 'patches' found"),
     "out of memory": (out_of_memory, 7, r"out of memory .*Give fewer or smaller media.*smaller profile"),
@@ -252,11 +225,6 @@ ENCODES = {
 def recipe_of_another_type(world):
     world.config(model_type="gpt2")
     return world.build("--recipe", world.wrong_recipe)
-
-
-def floats(world):
-    np.save(world.folder / "video.npy", np.zeros((2, 28, 28, 3), np.float32))
-    return world.encode("--video", world.folder / "video.npy")
 
 
 def out_is_a_folder(world):
@@ -336,7 +304,6 @@ COMMANDS = {
         r"bundle looks like a bundle; a checkpoint is expected\. Pass the one that it was built from"),
     "a scheme as dtype": (lambda w: w.build("--dtype", "int8"), 2,
         r"dtype 'int8' given, a floating dtype expected\. Pass it as quantize"),
-    "no such scheme": (lambda w: w.build("--quantize", "int4"), 2, "quantize int4 given, int8 expected"),
     "inputs where no folder can be": (lambda w: vlexport("export-inputs", w.bundle, "-o", "/proc/x"), 2,
         r"/proc/x: no folder can be made there \(No such file"),
     "threads below none": (lambda w: w.encode("--image", w.image, "--threads", -2), 2,
@@ -349,30 +316,17 @@ COMMANDS = {
     "no such checkpoint": (("build", "nowhere"), 2, r"'nowhere' does not exist here; .*safetensors"),
     "pixels in words": (lambda w: w.build("--max-pixels", "many"), 2,
         r"'--max-pixels': 'many' given\. .*valid integer"),
-    "no pixels": (lambda w: w.build("--min-pixels", 0), 2, "1 <= min <= max expected"),
-    "fewer than no pixels": (lambda w: w.build("--max-pixels", 0), 2, "1 <= min <= max expected"),
-    "no media": (lambda w: w.build("--max-images", 0, "--max-frames", 0), 2, "at least one image or frame"),
     "no such recipe": (lambda w: w.build("--recipe", "none"), 2, r"no recipe 'none'\. Known: .*qwen2_5_vl"),
-    "no such recipe of a demo": (("demo", "--recipe", "none"), 2, r"no recipe 'none'\. Known: .*qwen2_5_vl"),
-    "no such backend": (lambda w: w.build("--backend", "abacus"), 2,
-        r"no backend 'abacus'\. Known: .*eager, .*onnxruntime"),
     "a type of no backend": (lambda w: w.build("--dtype", "float8"), 2,
         r"No backend serves float8; precisions are bfloat16, float16, float32, int8"),
     "a type of other backends": (lambda w: w.build("--dtype", "float64"), 2,
         r"'eager' does not serve float64\. It serves: .*float32"),
-    "a type of other backends, planned": (
-        lambda w: vlexport("plan", w.checkpoint, "--backend", "openvino", "--dtype", "float16"), 2,
-        "does not serve float16"
-    ),
     "profile and bounds": (lambda w: w.build("--profile", "image", "--max-images", "1"), 2,
         r"--profile given together with --min-pixels"),
     "no such profile": (lambda w: w.build("--profile", "huge"), 2,
         r"no profile 'huge'\. It has: any, image, thumbnail"),
-    "nothing to encode": (lambda w: w.encode(), 2, r"nothing to encode: at least one image or video"),
     "no place for the result": (lambda w: vlexport("encode", w.bundle, "--image", w.image), 2,
         r"neither --output nor --output-dir given; one of them is expected"),
-    "hub id with a path for a revision": (("build", "organisation/name@../x"), 2,
-        r"revision '\.\./x'; expected a branch, a tag or a commit"),
     "recipe of another type": (recipe_of_another_type, 2,
         r"'wrong_epsilon' serves qwen2_5_vl, but .* is 'gpt2'"),
     "where no folder can be": (
@@ -387,33 +341,18 @@ COMMANDS = {
     ),
     "demo below a file": (lambda w: vlexport("demo", "--folder", w.write("file", b"here") / "below"), 2,
         r"cannot be made \(Not a directory\)"),
-    "checkpoint as bundle": (lambda w: vlexport("verify", w.checkpoint), 2,
-        r"not a bundle: it looks like a checkpoint\. .*: vlexport build /"),
-    "plain folder as bundle": (
-        lambda w: vlexport("encode", w.folder, "--image", w.image, "-o", w.folder / "x.safetensors"), 2,
-        r"not a bundle: it holds no manifest\.json"
-    ),
     "missing media": (lambda w: w.encode("--image", w.folder / "none.png"), 2,
         r"none\.png: No such file or directory\. Pass a media file that exists"),
     "unreadable media": (lambda w: w.encode("--image", w.write("image.png", b"no picture")), 2,
         r"image\.png: .*PNG, JPEG"),
-    "video as floats": (floats, 2, r"float32 .*given, uint8 \[frames, height, width, 3\]"),
-    "pruning without time": (lambda w: w.encode("--video", w.video, "--prune", 0.5), 2,
-        r"needs the time between its frames.*Pass the frame rate as fps"),
-    "pruning everything": (lambda w: w.encode("--video", w.video, "--fps", 2, "--prune", 1), 2,
-        r"pruning rate 1\.0: expected 0 <= rate < 1"),
     "out of another kind": (lambda w: w.encode_into(w.folder / "x.pt"), 2,
         r"x\.pt: a file name that ends in \.safetensors is expected"),
     "out is a folder": (out_is_a_folder, 2, r"x\.safetensors: is a folder, a file is expected"),
     "failed bundle": (failed_bundle, 3, r"accuracy check is 'failed'.*--allow-failed .* runs"),
-    "trusted by another digest": (lambda w: vlexport("verify", w.bundle, "--trust", "0" * 64), 5,
-        rf"its digest is {DIGEST}, and 0{{64}} was approved"),
     "outside profile": (outside_profile, 6,
         r"of 300x300 pixels: .* \(at most 29\); the nearest legal size is 153x153 pixels"),
     "image beyond the limits": (lambda w: w.encode("--image", w.write("large.png", LARGE)), 6,
         r"20000x20000 pixels, at most \d+.* MediaLimits\.max_pixels \(Python API\)"),
-    "image beyond the ratio": (lambda w: w.encode("--image", w.picture(2010, 10)), 6,
-        r"/made\.png: image of 2010x10 pixels: sides of at most 200:1 expected"),
     "locked": (locked, 8, r"another process is building it and did not finish within 0\.2 s\. Wait for it"),
 }  # fmt: skip
 VERBS = {

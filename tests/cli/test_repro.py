@@ -1,238 +1,213 @@
-"""`repro`, `export-inputs`, and what `inspect` knows of a network: for people without vlexport."""
+"""`repro` of libraries that run here: the archive runs without vlexport, and its script finds faults."""
 
-import importlib.util
+from __future__ import annotations
+
 import json
+import os
+import re
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
-import torch
 
-from tests.cli.lines import Ran, vlexport
-from tests.tiny_minicpmv import Tiny as MiniCPM
-from tests.tiny_minicpmv import write_tiny_minicpmv
+from tests.cli.lines import own_copy, vlexport
+from tests.cli.test_compare import model
 from vlexport.backends import find_backend
-from vlexport.bundle import Bundle
-from vlexport.specs import bind, check_within
-from vlexport.tools.repro import profiles_of
+from vlexport.backends._inspection import write_run
+from vlexport.backends.onnxruntime import dot_products
+from vlexport.bundle import Bundle, Verdict
+from vlexport.parity.report import ParityReport
 
-pytestmark = pytest.mark.slow
-
-MISSING = find_backend("tensorrt_rtx").missing()
-BUILDS = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
-WORDS = ("--backend", "tensorrt_rtx", "--targets", "sm86,sm89", "--dtype", "bfloat16")
-BYTES = {"bfloat16": 2, "float32": 4, "int32": 4}
+MISSING = find_backend("openvino").missing()
+OPENVINO = pytest.param("openvino", marks=pytest.mark.skipif(MISSING is not None, reason=str(MISSING)))
+FORBIDDEN = "import runpy, sys; sys.modules['vlexport'] = None; sys.modules['torch'] = None; "
 
 
-@pytest.fixture(scope="module")
-def bundle(checkpoint: Path, engines: Path) -> Path:
-    ran = vlexport("build", checkpoint, *WORDS, "--profile", "thumbnail,image", "--output-dir", engines)
-    assert ran.code == 0, ran.err
-    return Path(ran.lines[-1])
+def run_alone(folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run the script where vlexport and torch cannot be imported."""
+    program = FORBIDDEN + "runpy.run_path('run.py', run_name='__main__')"
+    return subprocess.run(
+        [sys.executable, "-I", "-c", program],
+        cwd=folder, capture_output=True, text=True, check=False, env={**os.environ, "HOME": str(folder)},
+    )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def exported(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("exported") / "inputs"
-    ran = vlexport("export-inputs", bundle, "--output-dir", out)
-    assert (ran.code, ran.lines) == (0, [str(out)]), ran.err
-    return out
+def write(folder, name, array):
+    (folder / name).write_bytes(array.tobytes())
+    return {"file": name, "dtype": str(array.dtype), "shape": list(array.shape)}
 
 
-@pytest.fixture(scope="module")
-def archive(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("archive") / "repro.zip"
-    ran = vlexport("repro", bundle, "--output", out)
-    assert (ran.code, ran.lines) == (0, [str(out)]), ran.err
-    return out
+@pytest.fixture
+def product(tmp_path):
+    """An archive's folder by hand: relu(x @ 0.5) of positive rows, with outputs by numpy."""
+    made = onnx.load(model(tmp_path / "model.onnx"))
+    # ONNX Runtime reads older versions than onnx writes.
+    made.ir_version, made.opset_import[0].version = 10, 20
+    onnx.save(made, tmp_path / "model.onnx")
+    rows = np.random.default_rng(0).random((5, 4), dtype=np.float32)
+    out = rows @ np.full((4, 8), 0.5, np.float32)
+    cases = [{"name": "rows", "inputs": {"x": write(tmp_path, "x.bin", rows)}}]
+    (tmp_path / "inputs.json").write_text(json.dumps({"cases": cases}))
+    job = {"library": "onnxruntime", "model": "model.onnx", "device": "CPUExecutionProvider", "settings": {}}
+    write_run(tmp_path, job)
+
+    def expect(out):
+        outputs = {"rows": {"y": write(tmp_path, "y.bin", out)}}
+        limits = {"relative_l2": 1e-5, "worst_token": 5e-5}
+        (tmp_path / "expected.json").write_text(json.dumps({"limits": limits, "outputs": outputs}))
+        return run_alone(tmp_path)
+
+    return out, expect
 
 
-@pytest.fixture(scope="module")
-def unpacked(archive: Path) -> Path:
-    folder = archive.parent / "unpacked"
+def test_the_script_distinguishes_right_outputs_from_wrong_ones(product):
+    out, expect = product
+    ran = expect(out)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout.splitlines()[0].startswith("onnxruntime ")
+    assert ran.stdout.splitlines()[1].startswith(f"rows: y [{len(out)}, 8]: relative_l2 ")
+    assert ran.stdout.endswith(": ok\n")
+    wrong = out.copy()
+    wrong[1] *= 1.001
+    ran = expect(wrong)
+    assert ran.returncode == 1
+    assert "worst_token 0.001 of 5e-05 (row 1): differs" in ran.stdout
+    assert expect(out[:1]).returncode == 1
+
+
+def test_what_the_library_raises_is_printed(product, tmp_path):
+    out, expect = product
+    inputs = json.loads((tmp_path / "inputs.json").read_text())
+    inputs["cases"][0]["inputs"]["x"]["shape"] = [4, 5]
+    (tmp_path / "inputs.json").write_text(json.dumps(inputs))
+    ran = expect(out)
+    assert ran.returncode == 1
+    assert "INVALID_ARGUMENT" in ran.stderr
+
+
+def test_backends_of_torch_are_refused_with_what_to_do_instead(built, tmp_path):
+    ran = vlexport("repro", built, "--output", tmp_path / "none.zip")
+    assert ran.code == 2
+    assert "bundle of backend 'eager' given; `repro` supports bundles of: onnxruntime, openvino, " in ran.err
+    assert "Build the checkpoint with --backend onnxruntime too" in ran.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def unpacked(archive):
+    folder = archive.with_suffix("")
     with zipfile.ZipFile(archive) as packed:
         packed.extractall(folder)
     return folder
 
 
-@BUILDS
-def test_a_sliced_family_has_inputs_and_an_archive_too(tmp_path: Path):
-    """Its tables of one entry are columns of others, with strides of their own."""
-    checkpoint = write_tiny_minicpmv(tmp_path / "checkpoint", MiniCPM(version="4.5", with_decoder=False))
-    built = vlexport("build", checkpoint, *WORDS, "--profile", "thumbnail", "-o", tmp_path / "engines")
-    assert built.code == 0, built.err
-    for words in (("repro", "--output", "archive.zip"), ("export-inputs", "--output-dir", "inputs")):
-        ran = vlexport(words[0], built.lines[-1], words[1], tmp_path / words[2])
-        assert (ran.code, ran.lines) == (0, [str(tmp_path / words[2])]), ran.err
-    cases = cases_of(tmp_path / "inputs")
-    assert len(cases) > 1
-
-
-def cases_of(folder: Path):
-    return json.loads((folder / "inputs.json").read_text())["cases"]
-
-
-@BUILDS
-def test_exported_inputs_lie_inside_the_profile_they_name(bundle: Path, exported: Path):
-    manifest = Bundle.open(bundle).manifest
-    profiles = profiles_of(manifest)
-    found = cases_of(exported)
-    assert [profile.name for profile in profiles] == ["thumbnail", "image"]
-    assert {case["profile"] for case in found} == {"thumbnail", "image"}
-    assert len(found) == 6
-    for case in found:
-        shapes = {name: tuple(entry["shape"]) for name, entry in case["inputs"].items()}
-        assert profiles[case["number"]].name == case["profile"]
-        check_within(profiles[case["number"]], bind(manifest.inputs, shapes))
-
-
-@BUILDS
-def test_raw_files_have_the_size_of_their_tensors_and_trtexec_has_a_flag_for_each(exported: Path):
-    for case in cases_of(exported):
-        flags = (exported / case["name"] / "trtexec.txt").read_text().split()
-        assert flags[0] == f"--useProfile={case['number']}"
-        for name, entry in case["inputs"].items():
-            count = torch.Size(entry["shape"]).numel()
-            assert (exported / entry["file"]).stat().st_size == count * BYTES[entry["dtype"]]
-            assert f"{name}:{'x'.join(map(str, entry['shape']))}" in flags[1].partition("=")[2].split(",")
-            assert f"{name}:{entry['file']}" in flags[2].partition("=")[2].split(",")
-
-
-@BUILDS
-def test_the_script_for_polygraphy_gives_tensors_that_the_program_takes(exported: Path, unpacked: Path):
-    spec = importlib.util.spec_from_file_location("data_loader", exported / "data_loader.py")
-    assert spec is not None
-    assert spec.loader is not None
-    loader = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loader)
-    (first, *_) = loader.load_data()
-    assert first["patches"].dtype == torch.bfloat16
-    assert first["order"].dtype == torch.int32
-    assert first["patches"].shape[0] == 4 * first["inverse"].shape[0]
-    given = {each.name for each in onnx.load(unpacked / "model.onnx", load_external_data=False).graph.input}
-    assert set(first) == given
-
-
-@BUILDS
-def test_an_archive_is_built_by_the_library_alone(unpacked: Path):
-    forbidden = "import runpy, sys; sys.modules['vlexport'] = None; "
-    program = forbidden + "runpy.run_path('build.py', run_name='__main__')"
-    ran = subprocess.run(
-        [sys.executable, "-I", "-c", program], cwd=unpacked, capture_output=True, text=True, check=False
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert (unpacked / "engine.trt").stat().st_size > 0
-    assert "layers, engine.trt has" in ran.stdout
-
-
-@BUILDS
-def test_an_archive_is_small_and_holds_nobodys_weights(archive: Path, unpacked: Path, bundle: Path):
-    model = onnx.load(unpacked / "model.onnx")
-    large = [each for each in model.graph.initializer if torch.Size(each.dims).numel() > 1000]
-    values = [torch.frombuffer(bytearray(each.raw_data), dtype=torch.bfloat16).abs() for each in large]
-    assert len(large) >= 6
-    assert all(len(each.unique()) == 1 for each in values)
-    assert archive.stat().st_size < (bundle / "engine.trt").stat().st_size / 10
-
-
-@BUILDS
-def test_an_archive_names_no_place_on_this_machine(unpacked: Path, checkpoint: Path):
-    import vlexport as package
-
-    places = [str(checkpoint), str(Path(package.__file__).parent)]
-    for path in unpacked.rglob("*"):
-        content = path.read_bytes() if path.is_file() else b""
-        assert [place for place in places if place.encode() in content] == [], path
-
-
-@BUILDS
-def test_expected_outputs_are_those_of_the_program(unpacked: Path):
-    for case in cases_of(unpacked):
-        rows = case["inputs"]["inverse"]["shape"][0]
-        content = bytearray((unpacked / case["name"] / "expected.embeds.bin").read_bytes())
-        found = torch.frombuffer(content, dtype=torch.bfloat16)
-        assert len(found) % rows == 0
-        assert found.isfinite().all()
-        assert found.float().std() > 0
-
-
-@BUILDS
-def test_own_weights_go_in_only_when_they_are_requested(bundle: Path, checkpoint: Path, tmp_path: Path):
-    ran = vlexport("repro", bundle, "--output", tmp_path / "own.zip", "--own-weights", "--json")
+def build(checkpoint, engines, *words):
+    ran = vlexport("build", checkpoint, *words, "--output-dir", engines)
     assert ran.code == 0, ran.err
-    with zipfile.ZipFile(tmp_path / "own.zip") as packed:
-        weights, readme = packed.read("model.weights"), packed.read("README.txt").decode()
-    from safetensors.torch import load_file
-
-    stored = load_file(checkpoint / "model.safetensors")["visual.blocks.0.mlp.down_proj.weight"]
-    own = stored.to(torch.bfloat16).contiguous()
-    spelt = [each.contiguous().view(torch.uint8).numpy().tobytes() for each in (own, own.t())]
-    assert any(each in weights for each in spelt)
-    assert "the checkpoint's own" in readme
+    return Path(ran.lines[-1])
 
 
-@BUILDS
-def test_the_same_bundle_gives_the_same_archive(bundle: Path, archive: Path, tmp_path: Path):
-    assert vlexport("repro", bundle, "--output", tmp_path / "again.zip").code == 0
-    assert (tmp_path / "again.zip").read_bytes() == archive.read_bytes()
+def contents(archive):
+    """The files of an archive. OpenVINO numbers constants through a whole process, and here it is one."""
+    with zipfile.ZipFile(archive) as opened:
+        files = {name: opened.read(name) for name in opened.namelist()}
+    return {
+        name: re.sub(rb'(name="[^"]*?_)\d+"', rb'\1N"', content) if name.endswith(".xml") else content
+        for name, content in files.items()
+    }
 
 
-@BUILDS
-def test_a_block_that_is_not_there_is_refused(bundle: Path, tmp_path: Path):
-    ran = vlexport("repro", bundle, "--output", tmp_path / "none.zip", "--block", 7)
-    assert ran.code == 2
-    assert "--block 7: the tower has 1 blocks; 0 to 0 expected." in ran.err
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["onnxruntime", OPENVINO])
+@pytest.mark.parametrize("precision", [(), ("--quantize", "int8")], ids=["float32", "int8"])
+@pytest.mark.parametrize(
+    "words",
+    [(), pytest.param(("--whole",), marks=pytest.mark.full), ("--whole", "--own-weights")],
+    ids=["block", "whole", "own"],
+)
+def test_an_archive_runs_with_the_library_alone_and_agrees(
+    checkpoint, engines, tmp_path, backend, precision, words
+):
+    if precision and backend == "onnxruntime" and not dot_products():
+        pytest.skip("the processor has no VNNI: int8 is refused on it")
+    bundle = build(checkpoint, engines, "--backend", backend, *precision)
+    ran = vlexport("repro", bundle, "--output", tmp_path / "bug.zip", *words)
+    assert (ran.code, ran.lines) == (0, [str(tmp_path / "bug.zip")]), ran.err
+    folder = unpacked(tmp_path / "bug.zip")
+    alone = run_alone(folder)
+    assert alone.returncode == 0, alone.stdout + alone.stderr
+    assert [line.rpartition(": ")[2] for line in alone.stdout.splitlines()[1:]] == ["ok"] * 2
+    readme = (folder / "README.txt").read_text()
+    assert (
+        f"runs {'model.onnx' if backend == 'onnxruntime' else 'model.xml'} with {backend} and numpy" in readme
+    )
+    assert ("cut to block 0 of 1" in readme) == (words == ())
+    assert not list(folder.rglob("trtexec.txt"))
+    versions = json.loads((folder / "versions.json").read_text())
+    assert {backend, "torch", "python", "system", "processor"} <= set(versions)
+    again = vlexport("repro", bundle, "--output", tmp_path / "again.zip", *words)
+    assert again.code == 0
+    first, second = (contents(tmp_path / name) for name in ("bug.zip", "again.zip"))
+    assert first == second
 
 
+@pytest.mark.slow
+def test_the_whole_graph_with_own_weights_is_the_bundles_and_else_nobodys(checkpoint, engines, tmp_path):
+    bundle = build(checkpoint, engines, "--backend", "onnxruntime")
+    names = ("model.onnx", "model.weights")
+    for path, words in ((tmp_path / "own.zip", ("--own-weights",)), (tmp_path / "random.zip", ())):
+        assert vlexport("repro", bundle, "--output", path, "--whole", *words).code == 0
+    own, random = unpacked(tmp_path / "own.zip"), unpacked(tmp_path / "random.zip")
+    assert [(own / name).read_bytes() for name in names] == [(bundle / name).read_bytes() for name in names]
+    floats = {}
+    for folder in (own, random):
+        loaded = onnx.load(folder / "model.onnx")
+        floats[folder] = {
+            each.name: onnx.numpy_helper.to_array(each, str(folder))
+            for each in loaded.graph.initializer
+            if each.data_type == onnx.TensorProto.FLOAT and len(each.dims) == 2
+        }
+    assert floats[own].keys() == floats[random].keys()
+    assert len(floats[own]) > 5
+    for name, values in floats[random].items():
+        assert len(np.unique(np.abs(values))) == 1, name
+        assert not np.array_equal(values, floats[own][name])
+
+
+@pytest.mark.slow
+def test_the_call_that_failed_the_accuracy_check_is_the_one_in_the_archive(checkpoint, engines, tmp_path):
+    bundle = build(checkpoint, engines, "--backend", "onnxruntime")
+    failing = own_copy(bundle, tmp_path / "failing")
+    report = ParityReport.from_json(Bundle.open(failing).verdict.table)
+    rows = [
+        replace(row, metrics={**row.metrics, "relative_l2": 1.0}) if row.shapes == "very wide" else row
+        for row in report.rows
+    ]
+    table = replace(report, rows=tuple(rows), subject=None)
+    assert table.status == "failed"
+    Bundle.open(failing).with_verdict(Verdict(status="failed", table=table.to_json()))
+    assert vlexport("repro", failing, "--output", tmp_path / "bug.zip").code == 0
+    folder = unpacked(tmp_path / "bug.zip")
+    (case,) = json.loads((folder / "inputs.json").read_text())["cases"]
+    assert case["name"].endswith("very-wide")
+    assert "failed in the accuracy check" in (folder / "README.txt").read_text()
+    assert run_alone(folder).returncode == 0
+
+
+@pytest.mark.slow
 def test_inputs_are_exported_for_every_backend(built: Path, tmp_path: Path):
     ran = vlexport("export-inputs", built, "--output-dir", tmp_path / "inputs", "--json")
     assert ran.code == 0, ran.err
-    assert len(ran.document["cases"]) == len(cases_of(tmp_path / "inputs")) == 3
+    stored = json.loads((tmp_path / "inputs" / "inputs.json").read_text())
+    assert len(ran.document["cases"]) == len(stored["cases"]) == 3
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_there_is_not_written_into(built: Path, tmp_path: Path):
     ran = vlexport("export-inputs", built, "--output-dir", tmp_path)
     assert ran.code == 2
     assert "exists; a new folder is expected" in ran.err
-
-
-@pytest.fixture(scope="module")
-def inspected(bundle: Path) -> Ran:
-    return vlexport("inspect", bundle, "--json")
-
-
-@BUILDS
-def test_inspect_shows_layers_types_profiles_attention_and_sizes(bundle: Path, inspected: Ran):
-    network = inspected.document["network"]
-    assert network["layers"]["MATRIX_MULTIPLY"] == {"bfloat16": 8}
-    assert network["layers"]["REDUCE"] == {"float32": 3}
-    assert set(network["attention"].values()) == {"fused"}
-    assert list(network["profiles"]) == ["thumbnail", "image"]
-    low, _, high = network["profiles"]["image"]["patches"]
-    assert low[0] < high[0]
-    assert network["engine_bytes"] == (bundle / "engine.trt").stat().st_size
-    assert network["peak_bytes"] > network["engine_bytes"]
-    assert inspected.document["attention_form"] == "padded"
-
-
-@BUILDS
-def test_inspect_prints_the_network_in_rows(bundle: Path):
-    out = vlexport("inspect", bundle).out
-    assert "network.layers.MATRIX_MULTIPLY" in out
-    assert "network.attention" in out
-
-
-@BUILDS
-def test_inspect_shows_when_what_was_stored_has_been_altered(bundle: Path, tmp_path: Path):
-    import shutil
-
-    copy = shutil.copytree(bundle, tmp_path / "copy")
-    stored = (copy / "network.json").read_text()
-    (copy / "network.json").write_text(stored.replace("bfloat16", "bfloat17"))
-    found = vlexport("inspect", copy, "--json").document
-    assert "network" not in found
-    assert "network.json" in found["problem"]

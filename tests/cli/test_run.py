@@ -142,24 +142,10 @@ REFUSED = {
     "no question": ((), 2, "neither --prompt nor --raw-prompt given; one of them"),
     "two questions": (("--prompt", "a", "--raw-prompt", "b"), 2, "both --prompt and --raw-prompt given"),
     "stream and json": (("--prompt", "a", "--stream", "--json"), 2, "--stream given together with --json"),
-    "url": (("--prompt", "a", "--image", "https://host/a.png"), 2, "https://host/a.png: a URL, a local file"),
     "ratio": (("--prompt", "a", "--image", "{wide}"), 6, "{wide}: image of 2010x10 pixels: sides of at most"),
-    "rate": (("--prompt", "a", "--prune", 1.5), 2, "pruning rate 1.5"),
-    "chunk": (("--prompt", "a", "--prefill-chunk", 0), 2, "prefill_chunk"),
     "length": (("--prompt", "a", "--max-new-tokens", 5000), 6, "the decoder takes 4096"),
     "overlay": (("--prompt", "a", "--overlay", "x.jpg"), 2, "ends in .png"),
     "overlay of nothing": (("--prompt", "a", "--overlay", "x.png"), 2, "--overlay given without --image and"),
-    "no threads": (("--prompt", "a", "--threads", -2), 2, "threads: -2 given, 0 (the library's default)"),
-    "no room for so many": (
-        ("--prompt", "a", "--max-new-tokens", 10**7),
-        6,
-        "RequestLimits.max_new_tokens (Python API)",
-    ),
-    "a bundle for a decoder": (
-        ("--prompt", "a", "--decoder", "{bundle}"),
-        2,
-        "looks like a bundle; a checkpoint",
-    ),
     "placeholders": (("--raw-prompt", "<|image_pad|>"), 2, "0 images given, the prompt has"),
 }
 

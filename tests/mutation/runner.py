@@ -55,7 +55,7 @@ TESTS_OF = {
     "parity/graphs.py": ("parity/test_graphs.py", "runtime/test_forms.py"),
     "parity/": tuple(
         f"parity/test_{each}.py"
-        for each in ("graphs", "promises", "tables", "check", "second_look", "shipped", "sharp")
+        for each in ("graphs", "nets", "tables", "check", "second_look", "shipped", "sharp")
     ),
     "onnx/portable.py": ("onnx/test_portable.py",),
     "backends/onnxruntime.py": ("backends/test_onnxruntime.py", "backends/test_onnxruntime_devices.py"),

@@ -1,4 +1,4 @@
-"""The check on real towers: right ones pass, wrong ones do not, and what cannot be compared is blocked."""
+"""The check on real towers: right ones pass, wrong ones do not; one that looks at nothing fails by itself."""
 
 from dataclasses import replace
 
@@ -13,10 +13,11 @@ from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport.backends import Engine, Runner
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import ResourceError
-from vlexport.parity.check import run_checks
+from vlexport.parity import samples as sampling
+from vlexport.parity.canary import CANARY
+from vlexport.parity.check import Checker, run_checks
 from vlexport.parity.limits import Answer, structure_rows
 from vlexport.parity.reference import DEEP, run_reference
-from vlexport.parity.report import ParityReport
 from vlexport.parity.samples import Sample, SampleRules, random_items, samples
 from vlexport.recipe import Limit
 from vlexport.specs import Range, ShapeProfile, Symbol
@@ -110,32 +111,12 @@ def truths(subject_of):
 LIMIT = Limit(relative_l2=1e-5, worst_token=5e-5, origin="measured")
 
 
-def rows_for(truths, outputs, items=None):
-    sample, known = truths
-    answer = Answer(
-        sample="mix", digest=replace(sample, items=items or sample.items).digest(), outputs=outputs
-    )
-    return ParityReport(rows=tuple(structure_rows([answer], known, LIMIT)), required=("L1",))
-
-
-def test_different_inputs_are_blocked_before_anything_is_compared(truths):
-    sample, known = truths
-    items = (replace(sample.items[0], patches=sample.items[0].patches + 1e-7), sample.items[1])
-    report = rows_for(truths, dict(known.of["mix"].outputs), items)
-    assert [row.verdict for row in report.rows] == ["blocked"]
-    assert report.rows[0].note == "the two sides were given different inputs"
-
-
-@pytest.mark.thirty("results that are none", 1)
-def test_an_engine_that_is_the_reference_is_blocked(truths):
-    copied = {name: tensor.clone() for name, tensor in truths[1].of["mix"].narrow.items()}
-    assert rows_for(truths, copied).status == "blocked"
-
-
 def test_the_limit_follows_the_references_own_rounding_upwards_only(truths):
     wide = truths[1].of["mix"]
     noise = wide.floor["embeds"].relative_l2
-    row = rows_for(truths, {"embeds": wide.outputs["embeds"].float()}).rows[0]
+    sample, known = truths
+    answer = Answer(sample="mix", digest=sample.digest(), outputs={"embeds": wide.outputs["embeds"].float()})
+    (row,) = structure_rows([answer], known, LIMIT)
     assert row.limits["relative_l2"] == max(1e-5, 5 * noise)
     assert row.verdict == "passed"
 
@@ -237,3 +218,46 @@ def test_samples_hold_a_faint_call_a_long_frame_and_far_positions(subject_of):
     names = [each.name for each in every if isinstance(each, Sample)]
     assert sum(name.endswith(", faint") for name in names) == 1
     assert {"long frame: 64 a side", "far rows: 1002 a side", "far columns: 1002 a side"} <= set(names)
+
+
+def small(subject):
+    """Two shape sets are enough to see whether a check can fail."""
+    return replace(subject, recipe=with_few_mixes(subject.recipe, subject.config))
+
+
+def canary_of(subject):
+    with in_torch(subject) as engine:
+        rows = list(Checker(engine, small(subject), silent).structure())
+    (row,) = [row for row in rows if row.check == CANARY]
+    return row
+
+
+@pytest.mark.thirty("results that are none", 1)
+def test_wrong_answers_are_refused_in_every_check(subject_of):
+    row = canary_of(subject_of())
+    assert row.verdict == "passed"
+    assert row.note == "2 kinds"
+
+
+def test_a_check_that_never_looks_at_the_engine_fails(subject_of, monkeypatch):
+    subject = subject_of()
+    tower, answers_to = subject.tower(), Checker.answers_to
+
+    def own(self, samples):
+        for answer, sample in zip(answers_to(self, samples), samples, strict=True):
+            inputs = subject.recipe.prepare(subject.config, sample.items, subject.form)
+            with torch.inference_mode():
+                yield replace(answer, outputs=tower(inputs), error="")
+
+    monkeypatch.setattr(Checker, "answers_to", own)
+    row = canary_of(subject)
+    assert row.verdict == "failed"
+    assert row.metrics["wrong"] == 2
+
+
+def test_constant_pixels_fail(subject_of, monkeypatch):
+    monkeypatch.setattr(sampling, "_rows", lambda rows, width, _: torch.full((rows, width), 0.5))
+    subject = subject_of()
+    with in_torch(subject) as engine:
+        rows = list(Checker(engine, small(subject), silent).integers())
+    assert [row.check for row in rows if row.verdict == "failed"] == ["samples"]

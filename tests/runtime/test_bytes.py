@@ -1,4 +1,4 @@
-"""Bundles whose engines take bytes: the tokens of pixels, at every place where such a bundle is used."""
+"""Bundles whose engines take bytes, or compute in bfloat16, at every place where one is used."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.cli.lines import vlexport
+from tests.runtime import made
 from tests.runtime.recorded import CHECKPOINT, recorded
 from tests.runtime.test_recorded_answers import compare
 from vlexport._build.build import build_checkpoint, store_verdict
@@ -27,11 +28,9 @@ from vlexport.runtime.generate import RuntimeOptions
 from vlexport.runtime.opening import config_of
 from vlexport.runtime.outputs import Encoded
 from vlexport.runtime.pipeline import Pipeline, load
-from vlexport.runtime.request import EncoderInput, Request
+from vlexport.runtime.request import EncoderInput, Generation, Request
 from vlexport.specs import Pixels
 from vlexport.tools.repro import export_inputs
-
-pytestmark = pytest.mark.slow
 
 SOURCE = np.random.default_rng(0)
 IMAGE = SOURCE.integers(0, 256, (56, 84, 3), dtype=np.uint8)
@@ -52,11 +51,13 @@ def of_bytes(bundle: Bundle, language: Language) -> Iterator[Pipeline]:
         yield pipeline
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["two_images", "evs_image_then_video"])
 def test_answers_are_the_recorded_ones(of_bytes: Pipeline, name: str) -> None:
     compare(of_bytes, recorded(name))
 
 
+@pytest.mark.slow
 def test_embeddings_equal_those_of_pixels_bit_for_bit(of_bytes: Pipeline, opened: Pipeline) -> None:
     both = [each.encode(images=[IMAGE], videos=[FRAMES], fps=2.0) for each in (of_bytes, opened)]
     for ours, theirs in zip(*both, strict=True):
@@ -65,6 +66,7 @@ def test_embeddings_equal_those_of_pixels_bit_for_bit(of_bytes: Pipeline, opened
     assert item.patches.nbytes * 4 == opened.preprocess(PIXELS).patches.nbytes
 
 
+@pytest.mark.slow
 def test_a_film_that_is_cut_and_an_item_seen_before_are_the_same(of_bytes: Pipeline) -> None:
     options = RuntimeOptions(encoder=EncoderOptions(max_tokens=4, cache_bytes=2**20))
     cut = Pipeline(of_bytes.bundle, of_bytes.engine, of_bytes.recipe, of_bytes.language, options)
@@ -77,6 +79,7 @@ def test_a_film_that_is_cut_and_an_item_seen_before_are_the_same(of_bytes: Pipel
     assert (first.token_ids, cut.session.num_calls) == (second.token_ids, 4)
 
 
+@pytest.mark.slow
 def test_items_of_the_other_dtype_are_refused(of_bytes: Pipeline, opened: Pipeline) -> None:
     for taking, other in ((of_bytes, opened), (opened, of_bytes)):
         item = other.preprocess(PIXELS)
@@ -88,6 +91,7 @@ def test_items_of_the_other_dtype_are_refused(of_bytes: Pipeline, opened: Pipeli
     assert isinstance(answer, InputError)
 
 
+@pytest.mark.slow
 def test_commands_show_what_such_a_bundle_takes(bundle: Bundle, tmp_path: Path) -> None:
     words = shlex.split(bundle.rebuild_command())[2:]
     assert words[words.index("--input") + 1] == "uint8"
@@ -113,6 +117,7 @@ def test_such_a_bundle_is_checked_again_and_timed_against_pixels(bundle: Bundle,
     assert errors["pixels"] < 1e-5
 
 
+@pytest.mark.slow
 def test_settings_and_inputs_that_contradict_each_other_are_refused(bundle: Bundle) -> None:
     pixels = tuple(
         replace(spec, dtype="float32") if spec.name == "patches" else spec for spec in bundle.manifest.inputs
@@ -120,3 +125,27 @@ def test_settings_and_inputs_that_contradict_each_other_are_refused(bundle: Bund
     altered = replace(bundle, manifest=replace(bundle.manifest, inputs=pixels))
     with load(bundle.path) as pipeline, pytest.raises(BundleError, match="patches are not uint8"):
         config_of(altered, pipeline.recipe)
+
+
+@pytest.mark.slow
+def test_a_bfloat16_bundle_encodes_prunes_and_answers(bundles, language, tmp_path):
+    spec = request(Checkpoint.open(CHECKPOINT), backend="eager", dtype="bfloat16", into=tmp_path)
+    path = build_checkpoint(spec).require_passed().path
+    question = Request(
+        raw_prompt=made.prompt(made.IMAGE, made.VIDEO, "what?"),
+        images=[made.image(0)],
+        videos=[made.video(1)],
+        generation=Generation(max_new_tokens=2),
+    )
+    with load(bundles("eager")) as exact:
+        (wanted,) = exact.encode(images=[made.image(0)])
+    with load(path, decoder=language) as pipeline:
+        (found,) = pipeline.encode(images=[made.image(0)])
+        (kept,) = pipeline.encode(videos=[made.video(1)], prune=0.5)
+        answer = pipeline.generate(question)
+    gap = (found.embeds.float() - wanted.embeds).norm() / wanted.embeds.norm()
+    assert found.embeds.dtype == torch.bfloat16
+    assert 0 < float(gap) < spec.recipe.limits["bfloat16"].relative_l2
+    assert kept.mask is not None
+    assert len(kept.embeds) == int(kept.mask.sum()) < len(kept.mask)
+    assert 1 <= len(answer.token_ids) <= 2

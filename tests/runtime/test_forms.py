@@ -1,11 +1,13 @@
-"""Which form every stage between tower and decoder runs in, for each backend and device, as it is told.
+"""Which form every stage between tower and decoder runs in, and that none waits for the device.
 
 Rows of a GPU are stand-ins (tests/devices.py), and so are packages: each runs its own program on tensors of
-its device alone, and is counted. Nothing here has run on a GPU.
-"""
+its device alone, and is counted. Nothing here has run on a GPU. Tensors of the meta device hold no numbers,
+so a stage that reads one (`.item()`, `.tolist()`, a mask as an index, a copy to the host) raises here; the
+same stages run on a GPU in tests/gpu/test_no_waits.py."""
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -26,18 +28,21 @@ from vlexport._build import token_graphs
 from vlexport._build.build import build_checkpoint
 from vlexport._build.key import build_key
 from vlexport._build.request import request as spec_of
-from vlexport._build.token_graphs import TokenGraphs, open_graphs, planned_graphs, write_graphs
+from vlexport._build.token_graphs import TokenGraphs, eager_graphs, open_graphs, planned_graphs, write_graphs
 from vlexport.backends import Folder, backend_names, find_backend
 from vlexport.checkpoint import Checkpoint
 from vlexport.parity.graphs import NUM_PROMPTS, graph_rows
+from vlexport.positions.plan import write_kept_positions
 from vlexport.positions.rules import PositionOptions
+from vlexport.pruning.evs import EVS
 from vlexport.pruning.methods import find_method
-from vlexport.pruning.selectors import BestRows
+from vlexport.pruning.selectors import BestRows, Selection
+from vlexport.runtime.decoder import DecoderOptions, TransformersDecoder
 from vlexport.runtime.generate import AnswerGenerator, RuntimeOptions
 from vlexport.runtime.outputs import Encoded
 from vlexport.runtime.pipeline import Pipeline, load
 from vlexport.runtime.prune import Pruner
-from vlexport.runtime.request import Request
+from vlexport.runtime.request import Request, RequestState
 from vlexport.target import Target
 
 ROOT = Path(__file__).parents[2]
@@ -238,3 +243,59 @@ def test_a_package_that_raises_fails_the_check(backend, broken, packages, tmp_pa
         failed = [row for row in graph_rows(graphs, "float32") if row.verdict == "failed"]
     assert [row.check for row in failed] == ["pruning graph" if broken == "prune" else "positions graph"]
     assert "no such kernel" in failed[0].note
+
+
+@pytest.fixture(scope="module")
+def steps(opened, language) -> AnswerGenerator:
+    """The stages with the decoder on the meta device."""
+    model = copy.deepcopy(language.decoder.model).to("meta")
+    decoder = TransformersDecoder(model, DecoderOptions())
+    on_meta = replace(language, decoder=decoder)
+    return AnswerGenerator(opened.encoder, opened.pruner, on_meta, RuntimeOptions())
+
+
+def test_stages_after_the_tower_read_nothing_back(steps: AnswerGenerator) -> None:
+    for name in ("evs_q50_tall_fps1", "evs_image_then_video", "evs_chunked_q50", "two_images"):
+        (state,) = steps.encode([steps.preprocess(recorded(name).request)])
+        assert isinstance(state, RequestState)
+        state.encoded = tuple(replace(each, embeds=each.embeds.to("meta")) for each in state.encoded)
+        steps.prefill(steps.embed(steps.prune(state)))
+        assert (state.embeds.is_meta, state.logits.is_meta) == (True, True), name
+        assert len(state.embeds) == len(recorded(name).case["prompt_token_ids"]), name
+
+
+def test_compiled_graphs_stand_between_tower_and_prefill_without_a_wait(steps: AnswerGenerator) -> None:
+    """Packages of a GPU, in whose place the same programs run on the meta device and are counted."""
+    plain, calls = steps.pruner.graphs, list[str]()
+
+    def counted(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any) -> Any:
+            calls.append(name)
+            return run(*given)
+
+        return call
+
+    graphs = replace(
+        eager_graphs("evs"),
+        selection=Selection(selector=plain.selection.selector, run=counted("prune", EVS.run)),
+        form="compiled",
+        dtype="float32",
+        device="meta",
+        packaged_kept=counted("kept", write_kept_positions),
+    )
+    embedder = steps.embedder
+    steps.pruner.graphs, steps.embedder = graphs, replace(embedder, graphs=graphs)
+    try:
+        (state,) = steps.encode([steps.preprocess(recorded("evs_image_then_video").request)])
+        assert isinstance(state, RequestState)
+        state.encoded = tuple(replace(each, embeds=each.embeds.to("meta")) for each in state.encoded)
+        steps.prefill(steps.embed(steps.prune(state)))
+    finally:
+        steps.pruner.graphs, steps.embedder = plain, embedder
+    assert calls == ["prune", "kept"]
+    assert state.forms == {"prune": "compiled", "positions": "compiled"}
+
+
+def test_the_meta_device_notices_a_number_that_is_read() -> None:
+    with pytest.raises(NotImplementedError, match="meta tensor"):
+        torch.zeros(3, device="meta").tolist()

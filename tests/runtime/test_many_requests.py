@@ -1,25 +1,36 @@
-"""Thousands of drawn requests: sizes round a profile, malformed embeddings, equal bytes, neighbours."""
+"""Drawn cases: sizes round a profile, malformed embeddings, equal bytes, neighbours, swapped files."""
 
 from __future__ import annotations
 
 import random
+import shutil
+import threading
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
+from pathlib import Path
 from typing import Any, cast
 
+import onnx
 import pytest
 import torch
 
-from tests.runtime.made import image, video
+from tests.cli.lines import own_copy
+from tests.reference.test_positions import Item, Prompt, as_columns
+from tests.runtime.made import IMAGE, VIDEO, image, prompt, video
 from tests.runtime.test_encoder import ITEM, SETTINGS
 from tests.runtime.test_requests import embeddings, kept, of_image, of_video, patches
 from tests.thirty import cases
 from vlexport.backends import Engine
-from vlexport.errors import LimitError, VlexportError
+from vlexport.bundle import Bundle, files
+from vlexport.errors import BundleError, LimitError, VlexportError
+from vlexport.recipe import find_recipe
 from vlexport.runtime.embedding_cache import item_key, pixels_key
 from vlexport.runtime.encoder import EngineSession
-from vlexport.runtime.outputs import Encoded
+from vlexport.runtime.opening import open_engine
+from vlexport.runtime.outputs import Answer, Encoded
 from vlexport.runtime.pipeline import Pipeline
+from vlexport.runtime.request import Generation, Request
 from vlexport.specs import Pixels, Range, ShapeProfile, bind, size_of
 
 Note = Callable[[str, object], None]
@@ -187,3 +198,140 @@ def test_calls_round_the_bounds_of_a_profile_fit_or_never_reach_the_library(
         inside += fits
     assert 0.1 * count < inside < 0.9 * count
     record_property("requests round the profile", count)
+
+
+RATES = (0.0, 0.01, 0.25, 0.5, 0.75, 0.9, 0.99)
+FRAMES = (1, 2, 3, 8, 64)
+ORDERS = ((VIDEO,), (IMAGE, VIDEO), (VIDEO, IMAGE), (VIDEO, VIDEO))
+FORMS = ("pixels", "embeddings")
+ONE = Generation(max_new_tokens=1)
+
+
+def answered(
+    pipeline: Pipeline, order: tuple[str, ...], frames: int, rate: float | None, form: str
+) -> Answer:
+    """Answer one token to media in this order, each with a seed of its own."""
+    images: list[Any] = [image(at, 56, 56) for at, kind in enumerate(order) if kind == IMAGE]
+    videos: list[Any] = [video(at, frames, 56, 56) for at, kind in enumerate(order) if kind == VIDEO]
+    if form == "embeddings":
+        images, videos = ([pipeline.encode(each) for each in media] for media in (images, videos))
+    words = prompt(*(f"part {at} {kind}" for at, kind in enumerate(order)), "what?")
+    return pipeline.generate(
+        Request(raw_prompt=words, images=images, videos=videos, prune=rate, generation=ONE)
+    )
+
+
+def walked(answer: Answer, pipeline: Pipeline, *, pruned: bool) -> list[tuple[int, int, int]]:
+    """Return positions of the prompt by the plain rule, one token after the other."""
+    assert pipeline.language is not None
+    pads = {pipeline.language.tokenizer.id_of(f"<|{kind}_pad|>") for kind in ("image", "video")}
+    found = Prompt.__new__(Prompt)
+    found.rule, found.items, found.texts = pipeline._generator.embedder.rule, [], [0]  # type: ignore[union-attr]
+    media, ids = list(answer.media), list(answer.prompt_token_ids)
+    at = 0
+    while at < len(ids):
+        if ids[at] not in pads:
+            found.texts[-1] += 1
+            at += 1
+            continue
+        report = media.pop(0)
+        item = Item.__new__(Item)
+        item.kind, (item.frames, rows, columns) = report.kind, report.grid
+        item.rows, item.columns = rows // found.rule.merge, columns // found.rule.merge
+        item.per_frame, item.seconds = item.rows * item.columns, 1.0
+        item.cells = list(range(item.frames * item.per_frame))
+        item.kept = item.cells if report.mask is None else report.mask.nonzero().flatten().tolist()
+        found.items.append(item)
+        found.texts.append(0)
+        at += len(item.kept)
+    return found.walk(pruned=pruned)
+
+
+@pytest.mark.slow
+def test_counts_frames_and_positions_of_every_combination(
+    fresh: Callable[..., Pipeline], record_property: Callable[[str, object], None]
+) -> None:
+    pipeline, count = fresh(), 0
+    for order, frames, form in product(ORDERS, FRAMES, FORMS):
+        whole = answered(pipeline, order, frames, None, form)
+        for rate in RATES:
+            where = (order, frames, form, rate)
+            answer = answered(pipeline, order, frames, rate, form)
+            for item in answer.media:
+                steps, per_frame = item.grid[0], item.num_tokens // item.grid[0]
+                if item.kind == "image" or rate == 0:
+                    assert item.num_kept == item.num_tokens, where
+                    continue
+                assert item.num_kept == max(per_frame, int(float(steps * per_frame) * (1.0 - rate))), where
+                assert item.mask is None or bool(item.mask[:per_frame].all()), where
+            slots = len(answer.prompt_token_ids) - len(whole.prompt_token_ids)
+            assert slots == sum(item.num_kept - item.num_tokens for item in answer.media), where
+            assert as_columns(answer.positions) == walked(answer, pipeline, pruned=rate > 0), where
+            if rate == 0:
+                assert answer.token_ids == whole.token_ids, where
+                assert torch.equal(answer.positions, whole.positions), where
+            count += 1
+    record_property("combinations of pruning", count)
+
+
+KIND = "swaps while an engine is opened"
+
+
+def changed(name: str, content: bytes) -> bytes:
+    """Another file of the same kind that a library opens without a word."""
+    if name.endswith(".onnx"):
+        model = onnx.load_model_from_string(content)
+        next(node for node in model.graph.node if node.op_type == "Add").op_type = "Sub"
+        return bytes(model.SerializeToString())
+    return bytes(len(content))
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "model.weights"])
+def test_an_engine_opened_while_its_files_are_swapped_is_the_right_one_or_none(
+    name: str,
+    bundles: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Callable[[str, object], None],
+) -> None:
+    count = cases(KIND) // 2
+    # Engines of 16 MiB are mapped; this one is smaller.
+    monkeypatch.setattr(files, "MAPPED_FROM", 1024)
+    bundle = Bundle.open(own_copy(bundles("onnxruntime"), tmp_path / "bundle"))
+    recipe, path, stop = find_recipe(bundle.manifest.recipe.name), bundle.path / name, threading.Event()
+    good = path.read_bytes()
+    bad = changed(name, good)
+
+    def embeds() -> torch.Tensor:
+        with open_engine(bundle) as engine:
+            tower = EngineSession(bundle, engine, recipe)
+            return tower.run([tower.preprocess(image(1))])[0].embeds
+
+    def swap() -> None:
+        side = tmp_path / "side"
+        while not stop.is_set():
+            for content in (bad, good):
+                side.write_bytes(content)
+                # Mapped where nobody may write.
+                side.chmod(0o444)
+                side.replace(path)
+                stop.wait(0.002)
+
+    expected = embeds()
+    attacker = threading.Thread(target=swap)
+    attacker.start()
+    outcomes = {"opened": 0, "refused": 0}
+    try:
+        for _ in range(count):
+            try:
+                assert torch.equal(embeds(), expected)
+                outcomes["opened"] += 1
+            except BundleError:
+                outcomes["refused"] += 1
+    finally:
+        stop.set()
+        attacker.join()
+    shutil.rmtree(bundle.path)
+    assert outcomes["opened"] > 0
+    assert outcomes["refused"] > 0
+    record_property(KIND, count)

@@ -15,12 +15,15 @@ from PIL import Image
 import vlexport
 from tests.runtime.made import IMAGE, image, prompt, video
 from tests.runtime.recorded import CHECKPOINT
+from tests.runtime.test_outcomes import good
 from vlexport.errors import InputError, MediaError
 from vlexport.media import kind_of
 from vlexport.runtime.outputs import Encoded
 from vlexport.runtime.request import Generation, Request
+from vlexport.specs import Pixels
 
 PIXELS = np.random.default_rng(1).integers(0, 256, (56, 84, 3), dtype=np.uint8)
+WHY = {"type": "text", "text": "why?"}
 FRAMES = np.random.default_rng(2).integers(0, 256, (4, 56, 56, 3), dtype=np.uint8)
 
 
@@ -40,6 +43,9 @@ def test_one_source_gives_one_result_and_a_list_gives_a_list(opened):
     mixed = opened.encode([FRAMES, PIXELS], fps=2)
     assert [each.kind for each in mixed] == ["video", "image"]
     assert [each.kind for each in opened.encode_all([PIXELS, FRAMES], fps=2)] == ["image", "video"]
+    film = opened.encode(video(0))
+    assert film.kind == "video"
+    assert torch.equal(film.embeds, opened.encode([video(0)])[0].embeds)
 
 
 def test_every_source_gives_the_same_tokens(opened, tmp_path, subtests):
@@ -48,15 +54,20 @@ def test_every_source_gives_the_same_tokens(opened, tmp_path, subtests):
     url = "data:image/png;base64," + base64.b64encode(png().getvalue()).decode()
     tensor = torch.from_numpy(PIXELS)
     sources = [str(path), path, path.read_bytes(), png(), url, Image.fromarray(PIXELS), tensor,
-        tensor.permute(2, 0, 1), PIXELS.transpose(2, 0, 1)]  # fmt: skip
+        tensor.permute(2, 0, 1), PIXELS.transpose(2, 0, 1),
+        Pixels(kind="image", frames=tensor[None])]  # fmt: skip
     expected = opened.encode(PIXELS).embeds
     for source in sources:
         with subtests.test(f"{source!s:.30}"):
             assert torch.equal(opened.encode(source).embeds, expected)
             assert torch.equal(opened.encode(images=source)[0].embeds, expected)
-    (film,) = opened.encode(videos=FRAMES, fps=2)
-    for frames in (list(FRAMES), [Image.fromarray(each) for each in FRAMES], FRAMES.transpose(0, 3, 1, 2)):
-        assert torch.equal(opened.encode(videos=[frames], fps=2)[0].embeds, film.embeds)
+    np.save(tmp_path / "video.npy", FRAMES)
+    films = [list(FRAMES), [Image.fromarray(each) for each in FRAMES], FRAMES.transpose(0, 3, 1, 2),
+        torch.from_numpy(FRAMES), tmp_path / "video.npy"]  # fmt: skip
+    (film,) = opened.encode(videos=FRAMES, fps=4)
+    assert film.seconds_per_grid == 0.5
+    for frames in films:
+        assert torch.equal(opened.encode(videos=[frames], fps=4)[0].embeds, film.embeds)
 
 
 def test_files_are_distinguished_by_content(tmp_path):
@@ -69,48 +80,49 @@ def test_files_are_distinguished_by_content(tmp_path):
         kind_of("photo.jpg")
 
 
-def test_media_by_position_and_by_kind_are_refused(opened):
-    with pytest.raises(InputError, match="by position and by kind"):
-        opened.encode(PIXELS, images=[PIXELS])
-
-
-def test_a_request_may_be_spelled_as_keywords(fresh):
-    pipeline = fresh()
-    whole = Request(prompt="why?", images=[image(0)], generation=Generation(max_new_tokens=3, seed=1))
-    expected = pipeline.generate(whole)
-    keywords = {"images": image(0), "max_new_tokens": 3, "generation": Generation(seed=1)}
-    assert pipeline.generate("why?", **keywords).token_ids == expected.token_ids
-    stream = pipeline.stream("why?", **keywords)
-    assert "".join(piece.text for piece in stream) == expected.text
-    with pytest.raises(InputError, match="a Request and max_new_tokens given"):
-        pipeline.generate(whole, max_new_tokens=3)
-
-
-def test_messages_in_openais_form_are_answered(fresh):
+def test_every_method_gives_the_same_answer(fresh, subtests):
+    """A Request or keywords or messages, in one piece, in a list, as a stream, and each of these awaited."""
+    pipeline, received = fresh(), list[int]()
+    whole = Request(prompt="why?", images=[PIXELS], generation=Generation(max_new_tokens=3, seed=1))
+    keywords = {"images": PIXELS, "max_new_tokens": 3, "generation": Generation(seed=1)}
     url = "data:image/png;base64," + base64.b64encode(png().getvalue()).decode()
-    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "why?"}]
-    answer = fresh().generate([{"role": "user", "content": parts}], max_new_tokens=3)
-    assert answer.token_ids == fresh().generate("why?", images=PIXELS, max_new_tokens=3).token_ids
+    parts = [{"type": "image", "image": PIXELS}, {"type": "image_url", "image_url": {"url": url}}]
 
+    def receive(number, piece):
+        received.extend([piece.token_id] if number == 1 and piece.token_id is not None else [])
 
-def test_async_forms_give_the_same_and_run_beside_each_other(fresh):
-    pipeline = fresh()
-    expected = pipeline.generate("why?", images=image(0), max_new_tokens=3)
-
-    async def run():
+    async def awaited():
         encoded, answer = await asyncio.gather(
-            pipeline.aencode(PIXELS), pipeline.agenerate("why?", images=image(0), max_new_tokens=3)
+            pipeline.aencode(PIXELS), pipeline.agenerate("why?", **keywords)
         )
-        stream = pipeline.astream("why?", images=image(0), max_new_tokens=3)
+        assert torch.equal(encoded.embeds, pipeline.encode(PIXELS).embeds)
+        stream = pipeline.astream("why?", **keywords)
         pieces = [piece async for piece in stream]
         with pytest.raises(StopAsyncIteration):
             await anext(stream)
-        return encoded, answer, "".join(piece.text for piece in pieces), stream.require_answer()
+        return answer, pieces, stream
 
-    encoded, answer, text, streamed = asyncio.run(run())
-    assert torch.equal(encoded.embeds, pipeline.encode(PIXELS).embeds)
-    assert answer.token_ids == streamed.token_ids == expected.token_ids
-    assert text == expected.text
+    answer, pieces, stream = asyncio.run(awaited())
+    plain = pipeline.stream("why?", **keywords)
+    with pytest.raises(InputError, match="the stream has more pieces"):
+        plain.require_answer()
+    streamed = list(plain)
+    expected, ways = pipeline.generate(whole), {
+        "keywords": pipeline.generate("why?", **keywords),
+        **{part["type"]: pipeline.generate([{"role": "user", "content": [part, WHY]}], max_new_tokens=3)
+            for part in parts},
+        "list": pipeline.generate_all([good(1), whole], receive)[1],
+        "stream": plain.require_answer(), "awaited": answer, "awaited stream": stream.require_answer(),
+    }  # fmt: skip
+    for name, found in ways.items():
+        with subtests.test(name):
+            assert (found.token_ids, found.text) == (expected.token_ids, expected.text)
+    for each in (pieces, streamed):
+        assert "".join(piece.text for piece in each) == expected.text
+        assert [piece.token_id for piece in each if piece.token_id is not None] == list(expected.token_ids)
+    assert (received, list(plain)) == (list(expected.token_ids), [])
+    with pytest.raises(InputError, match="a Request and max_new_tokens given; put everything into the Req"):
+        pipeline.generate(whole, max_new_tokens=3)
 
 
 def test_async_errors_are_those_of_the_call(fresh):
@@ -208,6 +220,7 @@ WRONG_CALLS: dict[str, tuple[Callable[[Any], object], str]] = {
     ),
     "one message": (lambda each: each.generate({"role": "user"}), "question: dict given"),
     "an empty path": (lambda each: each.encode(""), "an empty text given as a path"),
+    "media given twice": (lambda each: each.encode(PIXELS, images=[PIXELS]), "by position and by kind"),
     "a path as an item": (
         lambda each: each.encode_items(["a.png"]),
         "items: 'a.png' .* a MediaItem expected",
@@ -244,9 +257,3 @@ def test_a_graph_has_its_precision_already(bundles):
     graph = vlexport.export(vlexport.find_recipe("qwen2_5_vl"), checkpoint)
     with pytest.raises(InputError, match="a Graph and dtype, profile given"):
         vlexport.build(graph, "eager", dtype="fp16", profile="image")
-
-
-def test_a_video_is_one_source_too(opened):
-    film = opened.encode(video(0))
-    assert film.kind == "video"
-    assert torch.equal(film.embeds, opened.encode([video(0)])[0].embeds)
