@@ -64,14 +64,14 @@ test: $(ready)
 # demo; the Hub's stand-in; steps of the GPU command; packages without a compiler; a checkout without an install;
 # collections that are cut off; archives for bug reports; answers and training of the trained checkpoint; a sample of
 # the planted bugs.
-SLOW_PART := tests/test_traps.py tests/test_environments.py tests/test_build_faults.py tests/test_build.py tests/test_checkout.py tests/test_sources.py \
-	tests/test_checkpoint_tensors.py tests/test_limited_build.py tests/test_private_recipes.py \
+SLOW_PART := tests/test_traps.py tests/_build/test_environments.py tests/_build/test_build_faults.py tests/_build/test_build.py tests/_build/test_sources.py \
+	tests/checkpoint/test_tensors.py tests/_build/test_limited_build.py tests/test_private_recipes.py \
 	tests/backends/test_tensorrt_interruptions.py tests/backends/test_tensorrt_network.py \
 	tests/backends/test_openvino.py tests/backends/test_inductor.py tests/backends/test_bfloat16.py \
 	tests/backends/test_tensorrt_builds.py tests/backends/test_torch_tensorrt.py tests/backends/test_threads.py \
 	tests/backends/test_silence.py tests/backends/test_bytes.py tests/cli/test_build.py tests/cli/test_demo.py \
 	tests/cli/test_bundles.py tests/cli/test_remedies.py tests/cli/test_console.py tests/cli/test_hub.py tests/cli/test_sweep.py tests/gpu tests/test_docs.py \
-	tests/test_token_graphs.py tests/runtime/test_bytes.py tests/runtime/test_portable_page.py \
+	tests/_build/test_token_graphs.py tests/runtime/test_bytes.py tests/runtime/test_portable_page.py \
 	tests/parity/test_diagnosis.py tests/parity/test_sharp.py \
 	tests/onnx tests/vision tests/positions tests/pruning tests/parity/test_shipped.py \
 	tests/recipes/test_qwen2_vl.py tests/recipes/test_qwen2_5_vl.py tests/recipes/test_minicpmv_bundles.py \
@@ -99,7 +99,7 @@ test-oldest: .venv-oldest/.ready
 		tests/recipes tests/pruning tests/positions tests/integrations tests/vision tests/onnx/test_passes.py tests/onnx/test_integers.py \
 		tests/backends/test_eager.py tests/backends/test_onnxruntime.py tests/runtime/test_recorded_answers.py \
 		tests/reference/test_decoder_parts.py tests/backends/test_openvino.py::test_one_engine_gives_every_recorded_output \
-		tests/media/test_images.py tests/test_checkpoint_*.py tests/cli/test_list_doctor.py tests/cli/test_plan.py \
+		tests/media/test_images.py tests/checkpoint tests/cli/test_list_doctor.py tests/cli/test_plan.py \
 		--ignore tests/pruning/test_compile.py --ignore tests/recipes/test_qwen2_5_vl_wide.py
 
 test-wheel:
@@ -182,7 +182,7 @@ bench: $(ready)
 
 # -rP: what passing tests print is what was measured. Of memory, each in a process of its own.
 soak: $(ready)
-	VLEXPORT_LANE=long $(pytest) -n 2 --dist worksteal tests/soak tests/test_io_faults.py -m '' -rP --show-capture=stdout
+	VLEXPORT_LANE=long $(pytest) -n 2 --dist worksteal tests/soak tests/_build/test_io_faults.py -m '' -rP --show-capture=stdout
 	$(bin)/python -m tests.thirty
 
 SECONDS ?= 1800

@@ -19,14 +19,14 @@ from vlexport.bundle.trust import Newer, Verdicts
 from vlexport.checkpoint import Checkpoint
 from vlexport.checkpoint.source import read_json
 from vlexport.cli.collection import list_items
-from vlexport.errors import VlexportError
+from vlexport.errors import ResourceError, VlexportError
 from vlexport.evaluate.tasks import read_task
 from vlexport.media import read_image, read_video
 from vlexport.media.listing import files_of
 from vlexport.recipe import read_card
 from vlexport.report.compare import compare
 from vlexport.runtime.outputs import outcome_of
-from vlexport.system import check_folder, make_folder
+from vlexport.system import check_folder, make_folder, shortage
 
 DIGEST = "0" * 64
 CODES = {errno.EIO: 1, errno.EMFILE: 7, errno.ENFILE: 7, errno.ENOMEM: 7}
@@ -114,3 +114,30 @@ def test_a_failure_of_the_machine_has_its_exit_code_for_each_file_of_a_command(
                     ran = vlexport(*words)
                 assert ran.code == code, ran.err
                 assert os.strerror(number) in ran.err
+
+
+WRAPPED = [
+    (MemoryError(), "memory"),
+    (RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"),
+        "memory"),
+    (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), "memory"),
+    (RuntimeError("std::bad_alloc"), "memory"),
+    (RuntimeError("can't start new thread"), "memory"),
+    (ImportError("/usr/lib/state.so: failed to map segment from shared object"), "memory"),
+    (OSError(12, "Cannot allocate memory"), "memory"),
+    (OSError(28, "No space left on device"), "disk"),
+    (OSError(27, "File too large"), "disk"),
+    (OSError(122, "Disk quota exceeded"), "disk"),
+    (ValueError("I/O error: No space left on device (os error 28)"), "disk"),
+]  # fmt: skip
+
+
+def test_what_ran_out_is_distinguished_from_what_libraries_make_of_it(tmp_path, subtests):
+    for error, what in WRAPPED:
+        with subtests.test(repr(error)):
+            assert what in str(shortage(error))
+            outer = RuntimeError("the exporter failed")
+            outer.__cause__ = error
+            assert isinstance(shortage(outer), ResourceError)
+    for other in (RuntimeError("Guard failed"), OSError(2, "No such file"), ValueError("x")):
+        assert shortage(other, tmp_path, tmp_path) is None

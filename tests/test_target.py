@@ -1,4 +1,4 @@
-"""Targets name what differs, in both values, and what to do about it."""
+"""Targets name what differs, in both values, and what to do about it; profiles side by side."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vlexport.errors import InputError
+from vlexport.specs import Range, ShapeProfile, Symbol, union
 from vlexport.target import NO_GPU, Misfit, Target, fit, platform_here
 
 HERE = Target(
@@ -106,3 +107,18 @@ def test_a_foreign_tag_is_refused_with_the_form_expected(subtests):
 
 def test_this_platform_is_a_legal_field() -> None:
     assert replace(HERE, platform=platform_here()).platform.count("-") >= 1
+
+
+ROWS, FRAMES = Symbol("rows"), Symbol("frames")
+SMALL = ShapeProfile("small", {ROWS: Range(2, 4, 8), FRAMES: Range(1, 1, 1)})
+LARGE = ShapeProfile("large", {ROWS: Range(4, 64, 128), FRAMES: Range(1, 2, 16)})
+
+
+def test_one_profile_is_itself():
+    assert union([SMALL]) is SMALL
+
+
+def test_several_reach_from_the_smallest_to_the_largest_and_keep_the_first_as_usual():
+    together = union([SMALL, LARGE])
+    assert together.name == "small+large"
+    assert together.ranges == {ROWS: Range(2, 4, 128), FRAMES: Range(1, 1, 16)}

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import typer
 
+from tests._build.test_build_faults import SCRIPT
 from tests.media.made_videos import video
 from tests.repo.test_packaging import wheel
 from tests.repo.tree import ROOT
-from tests.test_build_faults import SCRIPT
 from vlexport import system
 from vlexport._build import token_graphs
 from vlexport.backends import BuildLimits, _child

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests._build.test_build_faults import builds, in_namespace, leftovers, visible
 from tests.backends.test_tensorrt_build_process import eventually, workers_of
 from tests.fire import Fire, Stove, stove
-from tests.test_build_faults import builds, in_namespace, leftovers, visible
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport.backends.tensorrt_rtx import BACKEND as RTX
 from vlexport.bundle import Bundle

@@ -92,7 +92,7 @@ def test_a_build_that_fails_its_check_is_marked_and_exits_3_with_one_document(fa
 def test_a_failed_build_in_plain_words_still_ends_with_its_path(
     checkpoint, engines, wrong_recipe, failed, monkeypatch
 ):
-    # The build itself takes seconds; tests/test_build.py has that a failed bundle is no cache hit.
+    # The build itself takes seconds; tests/_build/test_build.py has that a failed bundle is no cache hit.
     building = importlib.import_module("vlexport._build.build")
     built = building.Built(bundle=Bundle.open(failed), cached=False)
     monkeypatch.setattr(building, "build_checkpoint", lambda *_: built)

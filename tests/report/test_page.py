@@ -15,8 +15,7 @@ import torch
 from PIL.PngImagePlugin import PngInfo
 
 from tests.bundle.examples import MANIFEST
-from tests.report.test_sweep import SVG
-from tests.report.test_sweep import JUDGED
+from tests.report.test_sweep import JUDGED, SVG
 from vlexport._build.plan import Forecast, Needs
 from vlexport.bundle import Bundle, FileRecord, Manifest, Verdict
 from vlexport.checkpoint.names import ModuleMapping

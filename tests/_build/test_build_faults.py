@@ -261,12 +261,10 @@ def until(process: subprocess.Popen[str], phase: str) -> None:
 @pytest.mark.parametrize(
     ("number", "phase", "code", "word"),
     [
-        pytest.param(signal.SIGINT, "export", 130, "interrupted", marks=pytest.mark.full),
         (signal.SIGINT, "check reference", 130, "interrupted"),
-        (signal.SIGTERM, "build", 143, "terminated"),
         (signal.SIGHUP, "build", 129, "hung up"),
     ],
-    ids=["Ctrl-C in the export", "Ctrl-C in the check", "SIGTERM in the build", "SIGHUP in the build"],
+    ids=["Ctrl-C in the check", "SIGHUP in the build"],
 )
 def test_a_signal_ends_a_build_with_one_line_and_leaves_no_half_result(
     checkpoint, into, number, phase, code, word

@@ -23,7 +23,6 @@ from vlexport.bundle import Bundle, Precision, Trust, Verdict
 from vlexport.bundle.trust import Verdicts
 from vlexport.bundle.user_folders import DIGEST_BYTES, CacheFile, user_cache
 from vlexport.checkpoint import Checkpoint
-from vlexport.cli.build import report_of
 from vlexport.errors import ParityError, ResourceError, UnsupportedError
 from vlexport.parity.report import ParityReport, Row, exact_row
 from vlexport.report.card import CARD
@@ -274,15 +273,6 @@ def test_only_a_bundle_that_passed_with_a_table_that_can_be_read_is_reused(begin
     assert not begins()
 
 
-def test_a_bundle_that_failed_is_built_again_and_replaced(spec, path):
-    Bundle.open(path).with_verdict(Verdict(status="failed"))
-    built = building.build_checkpoint(spec)
-    assert not built.cached
-    assert built.bundle.manifest.parity.status == "passed"
-    assert report_of(built.bundle.manifest.parity).endswith(", passed")
-    assert Bundle.open(path) == built.bundle
-
-
 def test_room_is_checked_before_anything_is_exported(spec, tmp_path, monkeypatch):
     known = forecast(spec).needs
     assert known is not None
@@ -347,33 +337,6 @@ def test_profiles_and_bounds_make_different_bundles_and_the_place_of_one_does_no
     assert len(set(keys)) == 4
     own = building.request(checkpoint, profile=named[1].profile, into=tmp_path / "elsewhere")
     assert building.key_of(building.build_key(own)) == keys[1]
-
-
-WRAPPED = [
-    (MemoryError(), "memory"),
-    (RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"),
-        "memory"),
-    (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), "memory"),
-    (RuntimeError("std::bad_alloc"), "memory"),
-    (RuntimeError("can't start new thread"), "memory"),
-    (ImportError("/usr/lib/state.so: failed to map segment from shared object"), "memory"),
-    (OSError(12, "Cannot allocate memory"), "memory"),
-    (OSError(28, "No space left on device"), "disk"),
-    (OSError(27, "File too large"), "disk"),
-    (OSError(122, "Disk quota exceeded"), "disk"),
-    (ValueError("I/O error: No space left on device (os error 28)"), "disk"),
-]  # fmt: skip
-
-
-def test_what_ran_out_is_distinguished_from_what_libraries_make_of_it(tmp_path, subtests):
-    for error, what in WRAPPED:
-        with subtests.test(repr(error)):
-            assert what in str(shortage(error))
-            outer = RuntimeError("the exporter failed")
-            outer.__cause__ = error
-            assert isinstance(shortage(outer), ResourceError)
-    for other in (RuntimeError("Guard failed"), OSError(2, "No such file"), ValueError("x")):
-        assert shortage(other, tmp_path, tmp_path) is None
 
 
 @pytest.mark.slow

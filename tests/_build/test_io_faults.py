@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
+from tests._build.test_build_faults import check_whole, leftovers, visible
 from tests.cli.test_encode_collection import photos
 from tests.fault_layer import SHORT, actions
 from tests.fire import Fire, Stove, stove
-from tests.test_build_faults import check_whole, leftovers, visible
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport.bundle import Bundle
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
+import random
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +25,7 @@ from packaging.version import Version
 
 from tests.runtime.conftest import bundles
 from tests.runtime.recorded import CHECKPOINT, TRUTHS
+from tests.strangers.mutations import mutate_bytes
 from vlexport._build import aoti, token_graphs
 from vlexport._build.build import build_checkpoint
 from vlexport._build.request import request
@@ -29,7 +33,7 @@ from vlexport._build.token_graphs import open_graphs, planned_graphs, write_grap
 from vlexport.backends import Folder
 from vlexport.bundle import GraphsIdentity
 from vlexport.checkpoint import Checkpoint
-from vlexport.errors import BundleError, MisfitError, ResourceError, UnsupportedError
+from vlexport.errors import BundleError, InputError, MisfitError, ResourceError, UnsupportedError
 from vlexport.positions.mrope import initial_positions
 from vlexport.positions.plan import write_positions
 from vlexport.pruning.methods import METHODS
@@ -37,7 +41,7 @@ from vlexport.target import fit
 
 __all__ = ["bundles"]
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 NOWHERE = {"PATH": "", "CXX": "/nowhere/g++", "CC": "/nowhere/gcc"}
 
 # Tracing, compiling and starting programs raise; the recorded requests are answered all the same.
@@ -320,3 +324,61 @@ def test_prompts_without_media_need_no_graph():
 
     found = initial_positions([1, 2, 3], [], PositionRule(kind="time_scaled"), write=write)
     assert (found.table_RN.tolist(), calls) == ([[0, 1, 2]] * 3, [])
+
+
+def package(root: str = "prune") -> bytes:
+    """A file as torch writes one: entries as they are, below the name of the file."""
+    dice, file = random.Random(1), io.BytesIO()
+    with zipfile.ZipFile(file, "w") as whole:
+        for name in (
+            "archive_format",
+            "data/aotinductor/model/c.wrapper.so",
+            "data/aotinductor/model/c.json",
+        ):
+            whole.writestr(f"{root}/{name}", dice.randbytes(40_000))
+    return file.getvalue()
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Packages that torch was given."""
+    found: list[str] = []
+
+    class Loader:
+        def __init__(self, path: str, *_: object) -> None:
+            found.append(path)
+
+        def get_metadata(self) -> dict[str, str]:
+            return {}
+
+    monkeypatch.setattr("torch._C._aoti.AOTIModelPackageLoader", Loader)
+    return found
+
+
+def test_a_sound_package_is_opened(loads: list[str]) -> None:
+    aoti.load_function(package(), "prune.pt2")
+    assert len(loads) == 1
+
+
+def test_damaged_bytes_of_a_package_never_reach_torch(loads: list[str]) -> None:
+    sound, opened = package(), 0
+    with zipfile.ZipFile(io.BytesIO(sound)) as archive:
+        entries = {name: archive.read(name) for name in archive.namelist()}
+    for seed in range(300):
+        content = mutate_bytes(sound, "prune.pt2", seed).content
+        try:
+            aoti.load_function(content, "prune.pt2")
+        except InputError:
+            continue
+        # What is damaged is beside the entries: dates, versions, padding.
+        opened += 1
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            assert {name: archive.read(name) for name in archive.namelist()} == entries, seed
+    assert len(loads) == opened < 10
+
+
+@pytest.mark.parametrize("root", ["positions", "program", "prune2", ""])
+def test_a_package_that_was_written_as_another_file_is_refused(loads: list[str], root: str) -> None:
+    with pytest.raises(InputError, match=r"prune\.pt2: a package of .*not of this file"):
+        aoti.load_function(package(root), "prune.pt2")
+    assert loads == []
