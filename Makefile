@@ -78,7 +78,7 @@ SLOW_PART := tests/test_traps.py tests/_build/test_environments.py tests/_build/
 	tests/recipes/test_qwen3_vl.py tests/recipes/test_kimi_vl.py tests/recipes/test_nemotron_vl.py \
 	tests/cli/test_quantised.py tests/cli/test_adapters.py tests/cli/test_encode_collection.py \
 	tests/cli/test_repro.py tests/evaluate/test_answers.py tests/benchmarks/test_trained.py \
-	tests/integrations/test_page.py tests/mutation/test_mutants.py
+	tests/integrations/test_data_parallel.py tests/mutation/test_mutants.py
 
 test-slow-part: $(ready)
 	$(pytest) -n 2 --dist loadfile -m 'slow and not full and not gpu' --durations=25 $(SLOW_PART)

@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from vlexport.recipes.demo import kimi_vl, minicpmv
 from vlexport.recipes.demo.writing import write_checkpoint
 
-from tests.integrations.refusals import refused
 from tests.runtime.recorded import CHECKPOINT
 from vlexport._build.build import build_checkpoint
 from vlexport._build.request import request
 from vlexport.checkpoint import Checkpoint
-from vlexport.errors import LimitError, MisfitError, UnsupportedError, VlexportError
+from vlexport.errors import InputError, LimitError, MisfitError, UnsupportedError, VlexportError
 from vlexport.integrations import vllm as plugin
 from vlexport.integrations.vllm import models
 from vlexport.integrations.vllm.bundle_tower import (
@@ -76,9 +75,9 @@ def test_settings_are_those_of_additional_config_and_others_are_refused(subtests
         bundle="a", threads=2
     )
     for given in ({}, {"bundel": "a"}, {"bundle": "a", "cache": 1}, "a"):
-        with subtests.test(str(given)), refused("an object with 'bundle' expected"):
+        with subtests.test(str(given)), pytest.raises(InputError, match="an object with 'bundle' expected"):
             BundleSettings.of({"vlexport": given})
-    with refused("threads: '2' (str) given, a whole number expected"):
+    with pytest.raises(InputError, match=r"threads: '2' \(str\) given, a whole number expected"):
         BundleSettings.of({"vlexport": {"bundle": "a", "threads": "2"}})
 
 

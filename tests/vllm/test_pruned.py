@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 
 import vlexport
 from tests.golden_data import FOLDER
+from tests.vllm.test_plugin import cases
 from tests.vllm.test_server import recorded
-from tests.vllm.test_tokens import cases
 from vlexport.runtime.outputs import Answer
 from vlexport.runtime.request import Generation, Request
 from vlexport.specs import Pixels

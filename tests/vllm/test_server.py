@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 from tests.golden_data import FOLDER
 from tests.vllm.client import Server
-from tests.vllm.test_tokens import cases
+from tests.vllm.test_plugin import cases
 
 E2E = FOLDER / "e2e"
 # Megabytes of all processes of the server over 448 requests; measured: 2.0.
