@@ -28,7 +28,6 @@ from vlexport.parity.report import ParityReport, Row, exact_row
 from vlexport.report.card import CARD
 from vlexport.runtime.opening import open_engine
 from vlexport.specs import MediaBounds
-from vlexport.system import shortage
 
 # `vlexport.build` names the public function; this is the module around it.
 building = importlib.import_module("vlexport._build.build")
