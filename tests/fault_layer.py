@@ -78,7 +78,6 @@ def _path_of(target: object) -> str:
 
 
 def install(layer: FaultLayer) -> None:
-    """Wrap the functions of this process."""
     from vlexport.bundle import files
 
     # Engines of 16 MiB are mapped; those of the tests are smaller.

@@ -73,7 +73,6 @@ class Stove:
         return self.start("build", *words, limit=limit, size=size)
 
     def start(self, *words: object, limit: str = "", size: int = 0, fault: object = None) -> Fire:
-        """Start any command, with a limit, or with the fields of a `FaultLayer`."""
         self.num_builds += 1
         log = self.logs / f"{self.num_builds}.err"
         order = {"words": [*map(str, words)], "log": str(log), "limit": limit, "size": size, "fault": fault}

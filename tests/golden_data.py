@@ -32,7 +32,6 @@ def counted(family: str, kind: str | None = None, *, number: int) -> list[Case]:
 
 
 def cases(family: str, kind: str | None = None) -> Iterator[Case]:
-    """All cases of a golden file, or those of one kind."""
     with np.load(FOLDER / f"{family}.npz") as stored:
         found = [Case(meta) for meta in json.loads(bytes(stored["__meta__"]))["cases"]]
         for key in stored.files:

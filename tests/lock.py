@@ -33,7 +33,6 @@ def tested() -> str:
 
 
 def main() -> int:
-    """Run the program."""
     options = argparse.ArgumentParser(prog="python -m tests.lock", description=__doc__)
     options.add_argument("--write", type=Path, default=ROOT / "tests" / "lock.txt", metavar="FILE")
     given = options.parse_args()

@@ -104,7 +104,6 @@ def problem(line: str) -> str:
 
 
 def _parsed(arguments: list[str]) -> str:
-    """Return the message with which the command line refuses these arguments."""
     words, _ = _verbosity(arguments)
     try:
         # `--help` prints.

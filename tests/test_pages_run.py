@@ -103,7 +103,6 @@ class Desk:
         return ""
 
     def faults(self, page: str, text: str, names: dict[str, Any]) -> list[str]:
-        """Run all that a page shows, in order; return what went wrong."""
         self.bundle = self.first
         found = []
         for kind, code in shown(text):

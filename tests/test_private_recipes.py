@@ -178,8 +178,7 @@ def test_a_copy_of_a_shipped_recipe_conforms_in_every_layout(checkpoints, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "name",
-    [name if "type" in name else pytest.param(name, marks=pytest.mark.slow) for name in BROKEN],
+    "name", [name if "type" in name else pytest.param(name, marks=pytest.mark.slow) for name in BROKEN]
 )
 def test_a_broken_recipe_is_named_by_what_is_wrong(checkpoints, tmp_path, name):
     old, new, check = BROKEN[name]

@@ -197,7 +197,6 @@ def page(records: list[dict[str, Any]], earlier: str) -> Iterator[str]:
 
 
 def main() -> int:
-    """Print the page, or write it."""
     options = argparse.ArgumentParser(prog="python -m tests.thirty", description=__doc__)
     options.add_argument("--write", type=Path, metavar="FILE")
     given = options.parse_args()

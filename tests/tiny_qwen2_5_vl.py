@@ -7,14 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vlexport.recipes.demo.parts import named
-from vlexport.recipes.demo.qwen2_5_vl import (
-    CHAT_TEMPLATE,
-    SPECIAL_TOKENS,
-    Tiny,
-    contents,
-    token,
-    tower,
-)
+from vlexport.recipes.demo.qwen2_5_vl import CHAT_TEMPLATE, SPECIAL_TOKENS, Tiny, contents, token, tower
 from vlexport.recipes.demo.writing import write_checkpoint
 
 __all__ = [
@@ -29,7 +22,6 @@ __all__ = [
 
 
 def tower_tensors(tiny: Tiny) -> dict[str, Any]:
-    """Tensors of the tower by their names without prefix."""
     return dict(named(tower(tiny)))
 
 
@@ -48,12 +40,7 @@ def flat(contents: Any) -> Any:
 
 
 def write_tiny_qwen2_5_vl(
-    folder: str | Path,
-    *,
-    seed: int = 0,
-    shards: int = 1,
-    config_style: str = "nested",
-    **sizes: Any,
+    folder: str | Path, *, seed: int = 0, shards: int = 1, config_style: str = "nested", **sizes: Any
 ) -> Path:
     """Write it; `config_style` is `flat` (older) or `nested`; the inner width is twice the tower's."""
     sizes.setdefault("inner", 2 * sizes.get("hidden", 64))

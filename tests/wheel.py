@@ -194,7 +194,6 @@ def use_newest(place: Environment, wheel: Path, constraints: Path) -> None:
 
 
 def diagnosed(place: Environment) -> dict[str, dict[str, str]]:
-    """Return the findings of `doctor` by name."""
     return {each["name"]: each for each in json.loads(place.vlexport("doctor", "--json"))["findings"]}
 
 

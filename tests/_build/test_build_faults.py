@@ -260,10 +260,7 @@ def until(process: subprocess.Popen[str], phase: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "phase", "code", "word"),
-    [
-        (signal.SIGINT, "check reference", 130, "interrupted"),
-        (signal.SIGHUP, "build", 129, "hung up"),
-    ],
+    [(signal.SIGINT, "check reference", 130, "interrupted"), (signal.SIGHUP, "build", 129, "hung up")],
     ids=["Ctrl-C in the check", "SIGHUP in the build"],
 )
 def test_a_signal_ends_a_build_with_one_line_and_leaves_no_half_result(

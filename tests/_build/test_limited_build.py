@@ -58,9 +58,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "backend",
-    [
-        *(pytest.param(name, marks=pytest.mark.full) for name in ("onnxruntime", "openvino", "inductor")),
-    ],
+    [*(pytest.param(name, marks=pytest.mark.full) for name in ("onnxruntime", "openvino", "inductor"))],
 )
 def test_a_build_within_its_limits_is_the_build_without_them(
     checkpoint: Path, tmp_path: Path, backend: str

@@ -19,14 +19,7 @@ from tests.thirty import LANE, cases
 from vlexport.bundle import MANIFEST_NAME, Bundle, Trust, Verdict
 from vlexport.bundle.files import copy_payload
 from vlexport.bundle.user_folders import user_cache, user_data_folder
-from vlexport.errors import (
-    BundleError,
-    InputError,
-    MisfitError,
-    NoBundleError,
-    RequestError,
-    UntrustedError,
-)
+from vlexport.errors import BundleError, InputError, MisfitError, NoBundleError, RequestError, UntrustedError
 from vlexport.target import Misfit
 
 

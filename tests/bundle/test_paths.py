@@ -179,7 +179,6 @@ ON_DISK: dict[str, Attack] = {
 
 
 def attacked(folder: Path, data: Path, *tables: dict[str, Attack]) -> Iterator[tuple[str, Attack, Bundle]]:
-    """Every attack of the tables, with a bundle of its own to change."""
     for name, attack in (each for table in tables for each in table.items()):
         yield name, attack, store(folder / name, data)
 

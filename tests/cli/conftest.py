@@ -55,7 +55,6 @@ def engines(shared: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def build(checkpoint: Path, engines: Path, once: Once) -> Ran:
-    """The first build of the run."""
     words = ("build", checkpoint, "--backend", "eager", "--output-dir", engines)
     return Ran(**once("first-build", lambda: asdict(vlexport(*words))))
 
@@ -89,7 +88,6 @@ def failed_build(checkpoint: Path, engines: Path, wrong_recipe: Path, once: Once
 
 @pytest.fixture(scope="session")
 def failed(failed_build: Ran) -> Path:
-    """A bundle that did not pass its check."""
     return Path(failed_build.document["bundle"])
 
 

@@ -21,8 +21,6 @@ from vlexport.pruning import evs
 
 @pytest.fixture
 def encode(built, tmp_path):
-    """Encode media with the session's bundle."""
-
     def run(*words):
         out = tmp_path / "features.safetensors"
         ran = vlexport("encode", built, "--output", out, *words)

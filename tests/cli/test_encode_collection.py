@@ -34,7 +34,6 @@ SEED = 21
 
 
 def photos(folder, num, side=70):
-    """Write pictures of several sizes."""
     folder.mkdir(exist_ok=True)
     draw = np.random.default_rng(num)
     for at in range(num):
@@ -44,7 +43,6 @@ def photos(folder, num, side=70):
 
 
 def contents(folder):
-    """Return the bytes of all results."""
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name[0] != "."}
 
 
@@ -135,10 +133,7 @@ def test_bad_items_fail_alone_and_are_tried_again_once_they_have_changed(shelf):
 
 @pytest.mark.parametrize(
     ("program", "code"),
-    [
-        ("os.kill(os.getpid(), signal.SIGKILL)", 7),
-        ("raise ImportError('libav.so.1: cannot open')", 4),
-    ],
+    [("os.kill(os.getpid(), signal.SIGKILL)", 7), ("raise ImportError('libav.so.1: cannot open')", 4)],
     ids=["killed", "not started"],
 )
 def test_a_video_whose_decoder_the_machine_failed_is_tried_again(shelf, monkeypatch, program, code):

@@ -49,14 +49,12 @@ class World:
         return self.folder / "made.png"
 
     def tensors(self, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-        """Give the checkpoint other tensors."""
         file = self.checkpoint / "model.safetensors"
         tensors = load_file(file)
         change(tensors)
         save_file(tensors, file)
 
     def config(self, **wanted: object) -> None:
-        """Give the checkpoint another config.json."""
         file = self.checkpoint / "config.json"
         file.write_text(json.dumps(json.loads(file.read_text("utf-8")) | wanted), encoding="utf-8")
 
@@ -90,8 +88,6 @@ class World:
 
 @pytest.fixture
 def worlds(tmp_path, checkpoint, built, failed, wrong_recipe, image, video):
-    """One world a name."""
-
     @contextmanager
     def world(name):
         folder = tmp_path / name.replace(" ", "_")

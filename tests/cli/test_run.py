@@ -75,8 +75,6 @@ def test_a_recorded_request_gives_its_tokens_as_json(recorded_bundle, tmp_path, 
 
 @pytest.fixture
 def run_question(built, checkpoint):
-    """Run the session's tiny bundle on a question."""
-
     def run(*words):
         return vlexport("run", built, "--decoder", checkpoint, "--max-new-tokens", 12, *words)
 

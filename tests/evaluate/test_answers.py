@@ -33,7 +33,6 @@ def bundle(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def theirs():
-    """Answers of transformers to the same questions."""
     return Reference.open(TRAINED).answers(list(scenes.held_out(SEED, COUNT)))
 
 

@@ -91,7 +91,6 @@ def run_target(name: str, words: Sequence[str]) -> None:
 
 
 def main() -> int:
-    """Run the program."""
     options = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     options.add_argument("--seconds", type=int, default=1800, help="wall time of the run (default 1800)")
     options.add_argument("--workers", type=int, default=2, help="processes at a time (default 2)")

@@ -13,7 +13,6 @@ from tests.thirty import note
 
 
 def main() -> int:
-    """Run the program."""
     options = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__)
     options.add_argument(
         "--only", action="append", default=[], metavar="NAME", help="this bug; may be repeated"

@@ -94,19 +94,16 @@ class Bug:
         return source.replace(self.old, self.new)
 
     def path(self, package: Path, recipes: Path, recipe: str) -> Path:
-        """Return the file that holds the bug's place."""
         return recipes / f"{recipe}.py" if self.file == RECIPE else package / self.file
 
 
 @cache
 def all_bugs() -> tuple[Bug, ...]:
-    """Return all bugs, file by file."""
     texts = [path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.txt"))]
     return tuple(Bug.parse(part) for text in texts for part in text.strip("\n").split("\n\n"))
 
 
 def find_bug(name: str) -> Bug:
-    """Return a bug by its name."""
     known = {bug.name: bug for bug in all_bugs()}
     if name not in known:
         raise InputError(f"no bug '{name}'. Known: {', '.join(sorted(known))}.")

@@ -17,12 +17,7 @@ from tests.subjects import opened_engine, subject_of
 from vlexport._build.export import export
 from vlexport._build.spec import BuildSpec
 from vlexport._build.token_graphs import open_graphs, planned_graphs, write_graphs
-from vlexport.backends import (
-    Engine,
-    Folder,
-    FunctionRunner,
-    find_backend,
-)
+from vlexport.backends import Engine, Folder, FunctionRunner, find_backend
 from vlexport.backends.onnxruntime import BACKEND
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import VlexportError

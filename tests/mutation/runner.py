@@ -128,7 +128,6 @@ class Log:
         return {outcome.bug.name: outcome for outcome in found if outcome.caught}
 
     def add(self, outcome: Outcome) -> None:
-        """Append one judgement."""
         seen = {"judge": outcome.judge, "faults": dict(outcome.faults)}
         entry = {"sources": self._digest, "bug": repr(outcome.bug), **seen}
         if self.path is not None:

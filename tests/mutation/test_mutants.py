@@ -154,27 +154,14 @@ def test_patches_that_fail_for_another_reason_than_their_fault_are_distinguished
 BUILD = "import sys; sys.path.insert(0, sys.argv[1]); from vlexport.cli import main; main(sys.argv[2:])"
 BUILT = {
     "no bug, windows": None,
-    "no bug, slices": None,
     "window columns taken from rows": "L0",
-    "inverse is the order itself": "L0",
     "frequencies rounded to bfloat16": "L1",
-    "weights of another seed": "L0",
-    "slices: keys of another group are seen": "L0",
     "slices: keys have no places": "L1",
 }
-# One of each level, and none, in the slow part; the others take a build each to see the same.
-SELDOM = (
-    "no bug, slices",
-    "inverse is the order itself",
-    "weights of another seed",
-    "slices: keys of another group are seen",
-)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.full if name in SELDOM else ()) for name in BUILT]
-)
+@pytest.mark.parametrize("name", BUILT)
 def test_a_build_with_a_bug_ends_with_status_3_and_names_the_level(tmp_path, name):
     bug = no_bug(name.removeprefix("no bug, ")) if BUILT[name] is None else find_bug(name)
     write_trial(bug.trial, tmp_path / "trial")

@@ -52,7 +52,6 @@ TRIALS: Mapping[str, Mapping[str, Any]] = {
 
 
 def recipe_of(trial: str) -> str:
-    """The recipe that has this trial."""
     found = _recipes_of_trials()
     if trial not in found:
         raise RequestError(f"no recipe has the trial '{trial}'. Known: {', '.join(sorted(found))}.")

@@ -139,9 +139,7 @@ class Pace:
         """A recipe whose config is a pace."""
         recipe: Any = find_recipe("qwen2_5_vl")
         language = replace(
-            recipe.language,
-            tokens_per_second=lambda pace: pace.per_second,
-            counts_frames=self.counts_frames,
+            recipe.language, tokens_per_second=lambda pace: pace.per_second, counts_frames=self.counts_frames
         )
         rule = "time_as_text" if self.written else "time_scaled"
         packing: Any = lambda pace: SimpleNamespace(merge=pace.merge)  # noqa: E731

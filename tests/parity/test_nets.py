@@ -156,7 +156,6 @@ WORDS = {4.0: "four roundings", 1.25: "a quarter over the cap", 1e-2: "a hundred
 
 
 def number(value: float) -> str:
-    """Return a number as the page writes it."""
     return f"{value:.0e}".replace("e-0", "e-") if value < 1e-3 else f"{value:g}"
 
 

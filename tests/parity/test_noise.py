@@ -55,8 +55,6 @@ class Mixed(nn.Module):
 
 
 def reference_of(module):
-    """Return what a check runs a module through."""
-
     @torch.inference_mode()
     def run(items):
         return {"embeds": module(items[0].patches)}

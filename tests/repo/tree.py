@@ -42,7 +42,6 @@ def script(name: str) -> ModuleType:
 
 
 def library_files() -> list[Path]:
-    """Every Python file that is installed."""
     return sorted([*ROOT.glob("vlexport/**/*.py"), *ROOT.glob("recipes/**/*.py")])
 
 
@@ -103,7 +102,6 @@ def _modules(node: ast.AST) -> Iterator[str]:
 
 
 def _is_module(name: str) -> bool:
-    """Return whether `vlexport.a.b` is a module."""
     parts = name.split(".")
     if parts[0] != "vlexport":
         return False

@@ -45,7 +45,6 @@ def film(seed: int, frames: int, rows: int, columns: int, source: tuple[int, int
 
 
 def plain(frame: torch.Tensor, rows: int, columns: int) -> np.ndarray:
-    """The frame at the size of its tile."""
     side = cell_side(rows, columns)
     whole = PIL.Image.fromarray(frame.numpy())
     return np.asarray(whole.resize((columns * side, rows * side), PIL.Image.Resampling.LANCZOS))

@@ -58,7 +58,6 @@ class Packages:
     """Stand-ins for what torch compiles and loads."""
 
     calls: Counter[str] = field(default_factory=Counter)
-    broken: str = ""
 
     def write(self, program: SimpleNamespace, path: Path, settings: object) -> None:
         path.write_bytes(f"{program.name} {program.device}".encode())
@@ -74,8 +73,6 @@ class Packages:
         def run(*tensors: Tensor) -> tuple[Tensor, ...]:
             assert {each.device.type for each in tensors} == {device}, f"{name} is for {device}"
             self.calls[name] += 1
-            if self.broken == name:
-                raise RuntimeError("no such kernel")
             found = programs[name](*tensors)
             return found if isinstance(found, tuple) else (found,)
 
@@ -233,16 +230,6 @@ def test_the_check_calls_the_packages_on_the_device_of_rows(backend, packages, t
     ]
     # Two scenes of four videos at three rates; a video of one frame needs no package.
     assert packages.calls == {"prune": 2 * 4 * 3, "kept": NUM_PROMPTS, "positions": NUM_PROMPTS}
-
-
-@pytest.mark.parametrize("broken", ["prune", "positions", "kept"])
-@pytest.mark.parametrize("backend", ["tensorrt", "torch_tensorrt"])
-def test_a_package_that_raises_fails_the_check(backend, broken, packages, tmp_path, monkeypatch):
-    graphs, packages.broken = built(backend, tmp_path / "bundle", monkeypatch), broken
-    with stand_in():
-        failed = [row for row in graph_rows(graphs, "float32") if row.verdict == "failed"]
-    assert [row.check for row in failed] == ["pruning graph" if broken == "prune" else "positions graph"]
-    assert "no such kernel" in failed[0].note
 
 
 @pytest.fixture(scope="module")

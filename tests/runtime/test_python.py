@@ -165,9 +165,7 @@ def test_reprs_fit_a_line_and_show_what_matters(fresh):
     assert repr(encoded) == f"Encoded(image, grid (1, 4, 6), embeds float32 {list(encoded.embeds.shape)})"
     (pruned,) = pipeline.encode(videos=[FRAMES], fps=2, prune=0.5)
     assert f"kept {len(pruned.embeds)} of {len(pruned.mask)}" in repr(pruned)
-    answer = pipeline.generate(
-        Request(raw_prompt=prompt(IMAGE), images=[image(0)]),
-    )
+    answer = pipeline.generate(Request(raw_prompt=prompt(IMAGE), images=[image(0)]))
     assert repr(answer).startswith(f"Answer({answer.text!r}"[:20])
     assert f"{len(answer.token_ids)} generated, media: image 6/6)" in repr(answer)
     for each in (encoded, pruned, answer, pipeline, pipeline.bundle):
@@ -205,10 +203,7 @@ WRONG_BUILDS: dict[str, tuple[dict[str, Any], str]] = {
 }
 WRONG_LOADS: dict[str, tuple[dict[str, Any], str]] = {
     "a number": ({"bundle": 3}, "int given as a bundle; the path of its folder is expected"),
-    "options as a dictionary": (
-        {"options": {"threads": 2}},
-        "options: dict given, an Options or None",
-    ),
+    "options as a dictionary": ({"options": {"threads": 2}}, "options: dict given, an Options or None"),
     "runtime as a dictionary": ({"runtime": {}}, "runtime: dict given, a RuntimeOptions or None expected"),
     "a decoder that is none": ({"decoder": True}, "bool given as a checkpoint"),
 }

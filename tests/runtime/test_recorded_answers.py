@@ -9,15 +9,7 @@ import pytest
 import torch
 from packaging.version import Version
 
-from tests.runtime.recorded import (
-    ALL,
-    CHECKPOINT,
-    FROM_PATCHES,
-    TRUTHS,
-    Recorded,
-    recorded,
-    with_generation,
-)
+from tests.runtime.recorded import ALL, CHECKPOINT, FROM_PATCHES, TRUTHS, Recorded, recorded, with_generation
 from vlexport.positions.rules import PositionOptions
 from vlexport.runtime.outputs import Answer
 from vlexport.runtime.pipeline import Pipeline

@@ -25,18 +25,6 @@ def test_shares_are_the_softmax_where_nothing_is_left_out():
     torch.testing.assert_close(shares, (LOGITS.double() / 0.5).softmax(0))
 
 
-def test_top_k_leaves_that_many():
-    shares = allowed_shares(LOGITS, Generation(temperature=1.0, top_k=3))
-    assert shares.nonzero().flatten().tolist() == [1, 2, 3]
-    assert float(shares.sum()) == pytest.approx(1.0)
-
-
-def test_top_p_leaves_the_fewest_that_reach_the_share():
-    for top_p, left in ((0.3, [1]), (0.5, [1, 3]), (0.9, [1, 2, 3]), (1.0, [0, 1, 2, 3, 4])):
-        shares = allowed_shares(LOGITS, Generation(temperature=1.0, top_p=top_p))
-        assert shares.nonzero().flatten().tolist() == left, top_p
-
-
 def test_shares_are_those_of_transformers():
     """Temperature, then the likeliest, then the nucleus of what these leave; quarters lie on its border."""
     known = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0])

@@ -78,7 +78,6 @@ def logits(size, shares):
 
 @pytest.fixture(scope="module")
 def whole(opened, clip):
-    """The video's embeddings."""
     (item,) = opened.encode(videos=[clip], fps=2.0)
     return item
 
@@ -104,7 +103,6 @@ def seer(whole, place, language) -> Language:
 
 @pytest.fixture
 def sweep(opened, seer, monkeypatch):
-    """`vlexport.sweep` with that decoder on the engine that is open already."""
     pipeline = Pipeline(opened.bundle, opened.engine, opened.recipe, seer)
     monkeypatch.setattr(sweeps, "load", lambda *_, **__: nullcontext(pipeline))
     return partial(vlexport.sweep, opened.bundle, decoder=seer)

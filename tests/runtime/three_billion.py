@@ -58,7 +58,6 @@ def vlexport(*words: object) -> Took:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the process and all below it."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except OSError:

@@ -62,7 +62,6 @@ def media_of(folder: Path, case: dict) -> dict:
 
 
 def answer(wanted: dict) -> dict:
-    """Start an engine, answer the cases, end it."""
     from vllm import LLM
     from vllm.config import ECTransferConfig
     from vllm.distributed import cleanup_dist_env_and_memory

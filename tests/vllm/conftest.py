@@ -21,7 +21,6 @@ if find_spec("vllm"):
 
 @pytest.fixture(scope="session")
 def bundle(shared: Path) -> Callable[..., Path]:
-    """Build a bundle of a checkpoint, once for the run."""
     from vlexport._build.build import build_checkpoint
     from vlexport._build.request import request
     from vlexport.checkpoint import Checkpoint
@@ -97,8 +96,6 @@ def another(tmp_path: Path, cache: dict[str, str]) -> Iterator[Callable[..., Ans
 
 @pytest.fixture
 def answers(answering: Answering) -> Callable[..., dict[str, Any]]:
-    """Answer cases of a recorded set with vLLM; an error there is one here."""
-
     def run(folder: Path, cases: list[str], bundle: Path | None = None, **rest: Any) -> dict[str, Any]:
         entry = rest.pop("entry", {})
         checkpoint = rest.pop("checkpoint", None)

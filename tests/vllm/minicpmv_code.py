@@ -7,13 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from transformers import (
-    AutoTokenizer,
-    BatchFeature,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    SiglipVisionConfig,
-)
+from transformers import AutoTokenizer, BatchFeature, PreTrainedTokenizerFast, Qwen3Config, SiglipVisionConfig
 from transformers.image_processing_utils import BaseImageProcessor
 from transformers.processing_utils import ProcessorMixin
 from vlexport.recipes.minicpmv import EARLY_WORDS, LATER_WORDS, SliceRule, best_cut, to_slices

@@ -85,7 +85,6 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="module")
 def answered(bundle: Callable[..., Path], written: Callable[[str], Path]) -> Iterator[Callable[..., Any]]:
-    """Answer the requests of a checkpoint in the runtime, outside vLLM."""
     pipelines: dict[str, vlexport.Pipeline] = {}
 
     def answer(name: str, rate: float) -> dict[str, Answer]:
