@@ -45,7 +45,7 @@ NOT_RUN = {
     "python -m tests.thirty": "rewrites a page from what ran; tests/repo/test_security.py reads its kinds",
     "python build.py": "the program of an archive for TensorRT; tests/cli/test_ahead_of_time.py",
     "python run.py": "the program of an archive; tests/cli/test_repro.py runs it",
-    "python -m tests.runtime.three_billion": "17 GB of memory",
+    "python -m tests.runtime.test_three_billion": "17 GB of memory",
     "python3 -m benchmarks.gpu": "needs the results of GPUs; tests/gpu/test_runner.py",
     "python3 -m pip install": "as pip install",
     "uvx vlexport demo": "needs a package index; tests/wheel.py runs it",
