@@ -18,7 +18,7 @@ from tests.tiny_qwen2_5_vl import Tiny, tower_tensors, write_tiny_qwen2_5_vl
 from vlexport.checkpoint import Checkpoint
 from vlexport.checkpoint.files import JoinedWeights
 from vlexport.errors import CheckpointError, UnsupportedError
-from vlexport.parity.exact import check_weights
+from vlexport.parity.inputs_exact import check_weights
 from vlexport.recipe import recipe_for
 
 PREFIXES = ("visual.", "model.visual.")
