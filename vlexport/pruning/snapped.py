@@ -40,7 +40,7 @@ SMALLEST_EXPONENT = -80
 
 
 def snapped_dissimilarity(embeds_RD: Tensor, num_tokens: int, portable: bool) -> Tensor:
-    """Return 1 - cosine similarity to one frame before (C) in 2**-10; 1 for rows of zeros or NaN."""
+    """Return 1 - cosine similarity to one frame before (C) in 2**-10; 1 for rows of zeros, NaN, infinity."""
     scale_R1 = _scale(embeds_RD, portable)
     num_changed = embeds_RD.shape[0] - num_tokens
     current_CD = _whole(embeds_RD[num_tokens:], scale_R1[num_tokens:])

@@ -31,7 +31,7 @@ def segment_attention(q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, runs_R2: Tens
 def segment_cross_attention(
     q_QHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, runs_R3: Tensor, scale: float
 ) -> Tensor:
-    """Attend inside segments; a run is `count` segments, their query rows, their key rows, in this order."""
+    """Attend inside segments with query rows of their own; a run is (count, query rows, key rows)."""
     return _attend_runs(q_QHD, k_NHD, v_NHD, runs_R3.tolist(), scale)
 
 

@@ -25,7 +25,7 @@ BUCKETS = ("a", "b", "c")
 
 
 def pack(segments: Segments, capacity: int) -> tuple[Tensor, Tensor]:
-    """Give every cell a slot, longest segments first; return these, and the segment of each slot or -1."""
+    """Give cells slots in rows of `capacity` by best fit; return these, and each slot's segment or -1."""
     lengths = segments.lengths_S.tolist()
     free: dict[int, list[int]] = {}
     starts, rows = [0] * len(lengths), 0
