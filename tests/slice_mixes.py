@@ -47,7 +47,3 @@ def random_mix(source: random.Random, rule: SliceRule, *, timed: bool) -> list[M
 
 def relative_l2(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found.double() - wanted.double()).norm() / wanted.double().norm())
-
-
-def worst_token(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float(((found.double() - wanted.double()).norm(dim=-1) / wanted.double().norm(dim=-1)).max())

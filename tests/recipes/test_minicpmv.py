@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import resource
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
+from transformers import Idefics2VisionConfig, SiglipVisionConfig, SiglipVisionModel
+from transformers.models.idefics2.modeling_idefics2 import Idefics2VisionTransformer
+from vlexport.recipes._minicpmv_reference import SliceReference
 from vlexport.recipes.minicpmv import Tower
 
 from tests.backends.towers import build_tower, errors
 from tests.golden_data import Case, cases
 from tests.slice_mixes import random_mix
 from tests.tiny_minicpmv import VERSIONS, Tiny, write_tiny_minicpmv
-from vlexport.backends import Engine
+from vlexport._build.build import build_checkpoint
+from vlexport._build.request import request
+from vlexport.backends import Engine, Options
 from vlexport.checkpoint import Checkpoint
 from vlexport.integrations.vllm.models import rows_of_strip
-from vlexport.parity.samples import random_items
+from vlexport.parity.samples import Sample, random_items
 from vlexport.recipe import Recipe, Reference, find_recipe
+from vlexport.runtime.pipeline import Pipeline, load
 from vlexport.specs import MediaItem
+from vlexport.vision.slices import Slice, image_of_rows
 
 RECIPE = find_recipe("minicpmv")
 # Largest difference over all recorded runs: 6.0e-7.
@@ -177,14 +189,6 @@ def assert_equal_tokens(found: torch.Tensor, wanted: torch.Tensor) -> None:
     assert worst < WORST_TOKEN
 
 
-@pytest.mark.slow
-def test_200_random_mixes_equal_one_slice_at_a_time(line: Line) -> None:
-    source = random.Random(0)
-    for _ in range(200):
-        items = random_mix(source, line.config.cut, timed=line.timed)
-        assert_equal_tokens(line.tokens(items), line.reference.run(items)["embeds"])
-
-
 def test_one_onnx_engine_serves_any_mix(line: Line) -> None:
     source = random.Random(1)
     for _ in range(25):
@@ -216,3 +220,128 @@ def test_what_is_computed_for_padding_is_counted(line: Line) -> None:
     queries = line.config.tower.queries
     assert found["slice"] == (4 * 15**2 + 2, 4 * 15**2)
     assert found["group"][0] == found["group"][1] + 2 * queries
+
+
+def checkpoint_of(folder: Path, version: str) -> Checkpoint:
+    return Checkpoint.open(
+        write_tiny_minicpmv(folder / "checkpoint", Tiny(version=version, with_decoder=False))
+    )
+
+
+def pipeline_of(folder: Path, version: str, backend: str = "onnxruntime", profile: str = "any") -> Pipeline:
+    spec = request(checkpoint_of(folder, version), backend=backend, profile=profile, into=folder / "engines")
+    bundle = build_checkpoint(spec).require_passed()
+    return load(bundle.path, options=Options(threads=1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("version", "backend"), [("2.0", "onnxruntime"), ("2.5", "eager"), ("4.5", "onnxruntime")]
+)
+def test_a_bundle_passes_its_gate_and_takes_any_mix_and_media(version, backend, tmp_path):
+    reference = RECIPE.reference(checkpoint_of(tmp_path / "again", version))
+    source = np.random.Generator(np.random.PCG64(0))
+    image = source.integers(0, 256, (1, 200, 320, 3), dtype=np.uint8)
+    video = source.integers(0, 256, (4, 60, 90, 3), dtype=np.uint8)
+    with pipeline_of(tmp_path, version, backend) as pipeline:
+        timed = pipeline.config.variant.frame_times
+        items = random_mix(random.Random(4), pipeline.config.cut, timed=timed)
+        found = torch.cat([each.embeds for each in pipeline.encode_items(items)])
+        assert errors(found, reference.run(items)["embeds"])[0] < RELATIVE_L2
+        # 200 x 320 pixels in slices of 112 x 112: six cells in two rows, and an overview.
+        films = [video] if version == "4.5" else []
+        still, *clips = pipeline.encode(images=[image[0]], videos=films, fps=2.0)
+        assert still.embeds.shape == (7 * 4, 256)
+        assert [(clip.embeds.shape, clip.grid[0]) for clip in clips] == [((4 * 4, 256), 4)] * len(films)
+
+
+def test_the_gate_runs_with_frame_numbers_where_keys_carry_them(tmp_path: Path) -> None:
+    config = RECIPE.read_config(checkpoint_of(tmp_path, "4.5"))
+    (video,) = random_items(RECIPE, config, RECIPE.shape_sets(config)["video"], seed=0)
+    assert video.frame_groups == ((0, 5, 10),)
+    other = replace(video, frame_groups=((0, 5), (10,)))
+    assert Sample(name="", items=(video,)).digest() != Sample(name="", items=(other,)).digest()
+
+
+# SigLIP so400m at 980 pixels; 27 layers.
+TOWER = Tiny(
+    depth=27, hidden=1152, heads=16, inner=4304, side=70, queries=64, slice_side=448, with_decoder=False
+)
+PUBLISHED = {"2.6": replace(TOWER, version="2.6", out=3584), "4.5": replace(TOWER, version="4.5", out=4096)}
+
+
+def image_of_slices(config: Any, seed: int) -> MediaItem:
+    """An overview and two cells, as an image of 448 x 896 pixels is cut."""
+    sizes = ((23, 46), (32, 32), (32, 32))
+    rows = sum(down * across for down, across in sizes)
+    patches = torch.randn(rows, config.cut.row_width, generator=torch.Generator().manual_seed(seed))
+    return MediaItem(kind="image", patches=patches, grid=(1, 32, 64), slices=sizes)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("version", PUBLISHED)
+def test_a_full_size_bundle_passes_its_gate_and_agrees_on_a_cut_image(version, tmp_path, record_property):
+    checkpoint = Checkpoint.open(write_tiny_minicpmv(tmp_path / "checkpoint", PUBLISHED[version]))
+    started = time.monotonic()
+    spec = request(checkpoint, into=tmp_path / "engines")
+    bundle = build_checkpoint(spec).require_passed()
+    built = time.monotonic()
+    config = spec.recipe.read_config(checkpoint)
+    item = image_of_slices(config, 0)
+    with load(bundle.path, options=Options(threads=os.cpu_count() or 1)) as pipeline:
+        opened = time.monotonic()
+        found = pipeline.encode_items([item])[0].embeds
+        encoded = time.monotonic()
+    relative, worst = errors(found, spec.recipe.reference(checkpoint).run([item])["embeds"])
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    numbers = {
+        "build_s": built - started,
+        "encode_s": encoded - opened,
+        "peak_gib": peak,
+        "relative_l2": relative,
+        "worst_token": worst,
+    }
+    for name, value in numbers.items():
+        record_property(name, value)
+    print(json.dumps({name: float(f"{value:.3g}") for name, value in numbers.items()}))
+    assert found.shape == (3 * 64, config.tower.out_width)
+    # Measured 2.7e-6 and 3.3e-6 on 3,106 patches of 2.6.
+    assert relative < RELATIVE_L2
+    assert worst < WORST_TOKEN
+
+
+@pytest.mark.parametrize("version", ["2.6", "2.0"])
+def test_the_reference_sees_what_the_whole_class_sees(version, tmp_path):
+    """transformers' class, its own places included, on one slice as a plain image."""
+    reference = RECIPE.reference(checkpoint_of(tmp_path, version))
+    assert isinstance(reference, SliceReference)
+    sizes: Any = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2,
+        "image_size": 140, "patch_size": 14,
+    }  # fmt: skip
+    other: nn.Module = Idefics2VisionTransformer(Idefics2VisionConfig(**sizes))
+    if version == "2.0":
+        other = SiglipVisionModel(SiglipVisionConfig(**sizes, hidden_act="gelu", vision_use_head=False))
+    other.eval().load_state_dict(reference.encoder.state_dict())
+    shapes = [(1, 1), (10, 10), (3, 7), (9, 4), (2, 16), (13, 12)] if version == "2.6" else [(10, 10)]
+    for rows, columns in shapes:
+        patches = torch.randn(rows * columns, 588, generator=torch.Generator().manual_seed(rows))
+        with torch.inference_mode():
+            seen = reference.see(patches, Slice(start=0, rows=rows, columns=columns, frame=-1))
+            whole = other(image_of_rows(patches, rows, columns, 14)[None]).last_hidden_state[0]
+        # The same layers over the same rows: 5e-7 seen.
+        torch.testing.assert_close(seen, whole, rtol=0, atol=5e-6)
+
+
+def test_the_reference_agrees_with_a_file_of_weights_alone(tmp_path):
+    """No module of ours in between: torch's attention filled straight from the stored names."""
+    checkpoint = checkpoint_of(tmp_path, "2.6")
+    stored = checkpoint.read(
+        [name for name in checkpoint.tensor_names() if name.startswith("resampler.attn.")]
+    )
+    attention = nn.MultiheadAttention(256, 2)
+    attention.load_state_dict({name.removeprefix("resampler.attn."): value for name, value in stored.items()})
+    reference = RECIPE.reference(checkpoint)
+    assert isinstance(reference, SliceReference)
+    for name, value in reference.resampler.attn.state_dict().items():
+        assert torch.equal(value, attention.state_dict()[name])

@@ -1,7 +1,7 @@
 """transformers' own processors of images and videos, for judging settings, sizes and pixels.
 
-Without torchvision its video processor cannot be imported. It takes one thing from it, the resize of bytes,
-which torch has too: so a module of that name stands in while its source runs, and nothing of it stays.
+Without torchvision some cannot be imported. They take one thing from it, the resize, which torch has too: so
+a module of that name stands in while their source runs, and nothing of it stays.
 """
 
 from __future__ import annotations
@@ -65,62 +65,65 @@ def their_video(
     return list(made["video_grid_thw"][0]), made["pixel_values_videos"]
 
 
-class BaseVideoProcessor:
-    """What the video processor takes from its base: settings as attributes, and operations on tensors."""
+class Base:
+    """What processors take from their base: settings as attributes, and operations on tensors."""
+
+    valid_kwargs = type("Kwargs", (), {})
+    rescale_factor = 1 / 255
 
     def __init__(self, **settings: Any) -> None:
         for name, value in settings.items():
             setattr(self, name, value)
 
-    rescale_factor = 1 / 255
-
-    def resize(self, *, image: Tensor, size: Any, resample: int) -> Tensor:
-        mode = {2: "bilinear", 3: "bicubic"}[int(resample)]
-        sides = (size.height, size.width)
-        frames = image.flatten(0, -4)
-        made: Tensor = F.interpolate(frames, sides, mode=mode, antialias=True, align_corners=False)
+    def resize(self, image: Tensor, size: Any, resample: Any) -> Tensor:
+        mode = "bilinear" if resample == 2 else "bicubic"
+        made = F.interpolate(image.flatten(0, -4), (size.height, size.width), mode=mode, antialias=True)
         flat: Tensor = made.unflatten(0, image.shape[:-3])
         return flat
 
     def rescale_and_normalize(
-        self, videos: Tensor, do_rescale: bool, factor: float, do_normalize: bool, mean: Any, std: Any
+        self, values: Tensor, do_rescale: bool, factor: float, do_normalize: bool, mean: Any, std: Any
     ) -> Tensor:
-        values = videos.double() * factor if do_rescale else videos.double()
+        values = values.double() * factor if do_rescale else values.double()
         if do_normalize:
             mean, std = (torch.tensor(each).double()[:, None, None] for each in (mean, std))
             values = (values - mean) / std
         return values
 
 
+BASES = {
+    "transformers.video_processing_utils": "BaseVideoProcessor",
+    "transformers.image_processing_backends": "TorchvisionBackend",
+}
+TORCHVISION = "torchvision", "torchvision.transforms", "torchvision.transforms.v2"
+FUNCTIONAL = "torchvision.transforms.v2.functional"
+
+
 @cache
-def video_class(family: str = "qwen2_vl") -> Any:
-    """Run the processor's source with stand-ins for its base and for torchvision."""
-    name = f"transformers.models.{family}.video_processing_{family}"
-    path = Path(transformers.__file__).parent / "models" / family / f"video_processing_{family}.py"
-    base, v2 = ModuleType("transformers.video_processing_utils"), ModuleType("torchvision.transforms.v2")
-    base.BaseVideoProcessor = BaseVideoProcessor  # type: ignore[attr-defined]
-    functional = ModuleType("torchvision.transforms.v2.functional")
-    v2.functional = functional  # type: ignore[attr-defined]
+def processor_module(kind: str, family: str) -> Any:
+    """Run the source of a processor with stand-ins for its base and for torchvision."""
+    name = f"transformers.models.{family}.{kind}_processing_{family}"
+    path = Path(transformers.__file__).parent / "models" / family / f"{kind}_processing_{family}.py"
+    stand_ins: dict[str, Any] = {each: ModuleType(each) for each in (*BASES, *TORCHVISION, FUNCTIONAL)}
+    for each, base in BASES.items():
+        setattr(stand_ins[each], base, Base)
+    stand_ins[TORCHVISION[-1]].functional = stand_ins[FUNCTIONAL]
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    stand_ins = {
-        name: module,
-        base.__name__: base,
-        "torchvision": ModuleType("torchvision"),
-        "torchvision.transforms": ModuleType("torchvision.transforms"),
-        v2.__name__: v2,
-        functional.__name__: functional,
-    }
-    before = {each: sys.modules.get(each) for each in stand_ins}
-    sys.modules.update(stand_ins)
-    try:
+
+    def undocumented(given: Any = None, **_: object) -> Any:
+        return given or (lambda each: each)
+
+    with (
+        patch.dict(sys.modules, {**stand_ins, name: module}),
+        patch.object(transformers.utils, "auto_docstring", undocumented),
+    ):
         spec.loader.exec_module(module)
-    finally:
-        for each, known in before.items():
-            if known is None:
-                del sys.modules[each]
-            else:
-                sys.modules[each] = known
-    return next(each for name, each in vars(module).items() if name.endswith("VLVideoProcessor"))
+    return module
+
+
+def video_class(family: str = "qwen2_vl") -> Any:
+    module = vars(processor_module("video", family))
+    return next(each for name, each in module.items() if name.endswith("VLVideoProcessor"))

@@ -11,8 +11,7 @@ import torch
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 from vlexport.recipes import nemotron_vl
 
-from tests.reference.processors import video_class
-from tests.reference.test_nemotron_vl import processor_module
+from tests.reference.processors import processor_module, video_class
 from vlexport.errors import LimitError
 from vlexport.media.sampling import Sampling, Timeline, choose
 from vlexport.pruning.evs import retained_count

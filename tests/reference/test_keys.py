@@ -143,9 +143,7 @@ def test_one_tensor_larger_than_any_buffer_is_hashed_to_its_end(tmp_path) -> Non
 @pytest.mark.parametrize(
     "file", ["config.json", "preprocessor_config.json", "video_preprocessor_config.json"]
 )
-def test_every_setting_of_the_processors_and_of_the_config_is_in_the_key(
-    spec: BuildSpec, tmp_path, file: str
-) -> None:
+def test_every_setting_of_the_processors_and_of_the_config_is_in_the_key(spec, tmp_path, file):
     settings = json.loads((spec.checkpoint.path / file).read_text())
     names = settings if file == "config.json" else ["image_mean", "image_std", "size", "rescale_factor"]
     names = [

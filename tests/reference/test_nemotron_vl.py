@@ -1,37 +1,33 @@
-"""Nemotron-Nano-VL's pixels, tiles, prompts and pruning against processors and the class of transformers.
-
-torchvision is not installed: what the processors take from it, the resize of floats, stands in.
-"""
+"""Nemotron-Nano-VL's pixels, tiles, prompts and pruning against processors and the class of transformers."""
 
 from __future__ import annotations
 
-import importlib.util
+import json
+import math
 import random
-import sys
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-import torch.nn.functional as F
-import transformers
 from torch import Tensor
 from transformers import AutoTokenizer
 from vlexport.recipes import nemotron_vl
-from vlexport.recipes.demo.nemotron_vl import Tiny, contents, processor_json
+from vlexport.recipes.demo.nemotron_vl import Tiny, config_json, contents, processor_json
 from vlexport.recipes.demo.writing import write_checkpoint
 
 from tests.mutation.trials import TRIALS
+from tests.reference.processors import processor_module
 from vlexport._build.token_graphs import eager_graphs
 from vlexport.checkpoint import Checkpoint
-from vlexport.errors import InputError, LimitError, UnsupportedError
+from vlexport.codec import encode
+from vlexport.errors import InputError, LimitError
 from vlexport.parity.samples import random_items
 from vlexport.recipe import PromptItem, find_recipe
-from vlexport.runtime.decoder import DecoderOptions, load_language
 from vlexport.runtime.outputs import Encoded
 from vlexport.runtime.prompt import Prompter
 from vlexport.runtime.prune import Pruner
@@ -43,59 +39,8 @@ THEIRS, MISSING = "transformers.models.nemotron_h_omni", "transformers has no ne
 CLASSES: Any = pytest.importorskip(f"{THEIRS}.modeling_nemotron_h_omni", reason=MISSING)
 PROCESSING: Any = pytest.importorskip(f"{THEIRS}.processing_nemotron_h_omni", reason=MISSING)
 RECIPE = find_recipe("nemotron_vl")
+LIMIT = RECIPE.limits["float32"].relative_l2
 FAMILY = "nemotron_h_omni"
-TORCHVISION = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2")
-
-
-class Base:
-    """What both processors take from their base: settings as attributes, and operations on floats."""
-
-    valid_kwargs = type("Kwargs", (), {})
-
-    def __init__(self, **settings: Any) -> None:
-        for name, value in settings.items():
-            setattr(self, name, value)
-
-    def resize(self, image: Tensor, size: Any, resample: object) -> Tensor:
-        return F.interpolate(image, (size.height, size.width), mode="bicubic", antialias=True)
-
-    def rescale_and_normalize(
-        self, image: Tensor, rescale: bool, factor: float, normalise: bool, mean: Any, std: Any
-    ) -> Tensor:
-        assert rescale
-        assert normalise
-        mean, std = (torch.tensor(each, dtype=torch.float64)[:, None, None] for each in (mean, std))
-        found: Tensor = (image.double() * factor - mean) / std
-        return found
-
-
-@cache
-def processor_module(kind: str, family: str = FAMILY) -> Any:
-    """Run a processor's source with stand-ins for its base."""
-    name = f"transformers.models.{family}.{kind}_processing_{family}"
-    path = Path(transformers.__file__).parent / "models" / family / f"{kind}_processing_{family}.py"
-    bases = {
-        "transformers.video_processing_utils": "BaseVideoProcessor",
-        "transformers.image_processing_backends": "TorchvisionBackend",
-    }
-    stand_ins = {each: ModuleType(each) for each in (*bases, *TORCHVISION)}
-    for each, base in bases.items():
-        setattr(stand_ins[each], base, Base)
-    setattr(stand_ins[TORCHVISION[-1]], "functional", None)  # noqa: B010  an annotation names it
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    made = importlib.util.module_from_spec(spec)
-
-    def undocumented(found: Any = None, **_: object) -> Any:
-        return found or (lambda each: each)
-
-    with (
-        patch.dict(sys.modules, {**stand_ins, name: made}),
-        patch.object(transformers.utils, "auto_docstring", undocumented),
-    ):
-        spec.loader.exec_module(made)
-    return made
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +64,7 @@ SIDES = [(16, 16), (64, 96), (90, 140), (33, 250), (500, 410), (1000, 90)]
 
 
 def test_images_are_those_of_the_published_processor(tiny: Checkpoint) -> None:
-    config, module = RECIPE.read_config(tiny), processor_module("image")
+    config, module = RECIPE.read_config(tiny), processor_module("image", FAMILY)
     settings = processor_json(Tiny())
     processor = module.NemotronH_Omni_Reasoning_V3ImageProcessor(
         **{name: value for name, value in settings.items() if name != "image_processor_type"}
@@ -142,7 +87,7 @@ def test_images_are_those_of_the_published_processor(tiny: Checkpoint) -> None:
 
 def test_sides_of_images_are_the_published_ones_and_within_every_profile(tiny: Checkpoint) -> None:
     config, source = RECIPE.read_config(tiny), random.Random(0)
-    theirs = processor_module("image").get_patch_grid_size
+    theirs = processor_module("image", FAMILY).get_patch_grid_size
     sizes = {name: RECIPE.packing(config).sizes(bounds) for name, bounds in NAMED_BOUNDS.items()}
     for _ in range(3000):
         height, width = (int(2 ** source.uniform(0, 12)) for _ in range(2))
@@ -158,7 +103,7 @@ def test_sides_of_images_are_the_published_ones_and_within_every_profile(tiny: C
 
 @pytest.mark.parametrize("square", [False, True])
 def test_videos_are_those_of_the_published_processor(tiny: Checkpoint, square: bool) -> None:
-    module = processor_module("video")
+    module = processor_module("video", FAMILY)
     settings = {**processor_json(Tiny()), "video_maintain_aspect_ratio": not square}
     processor = module.NemotronH_Omni_Reasoning_V3VideoProcessor(**settings)
     config = replace(RECIPE.read_config(tiny), square=square)
@@ -179,7 +124,6 @@ def test_videos_are_those_of_the_published_processor(tiny: Checkpoint, square: b
 
 
 def frames_of(item: MediaItem) -> Tensor:
-    """The frames or tiles of an item as plain images."""
     split = item.patches.unflatten(0, item.grid).unflatten(-1, (3, 16, 16)).permute(0, 3, 1, 4, 2, 5)
     found: Tensor = split.flatten(4, 5).flatten(2, 3)
     return found
@@ -273,9 +217,7 @@ def test_texts_of_whole_items_are_those_of_the_published_processor(tiny: Checkpo
         rule.expand(config, untimed)
 
 
-def test_pruning_keeps_what_the_class_keeps_and_the_prompt_shows_it_frame_by_frame(
-    tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pruning_keeps_what_the_class_keeps_and_the_prompt_shows_it_frame_by_frame(tiny, monkeypatch):
     config, reference = RECIPE.read_config(tiny), RECIPE.reference(tiny)
     rule: Any = RECIPE.language.prompt if RECIPE.language else None
     tokenizer = CheckpointTokenizer(tiny)
@@ -329,21 +271,97 @@ def test_pruning_keeps_what_the_class_keeps_and_the_prompt_shows_it_frame_by_fra
         assert list(ids.ids) == [token for part in text for token in theirs(part).input_ids]
 
 
-def test_the_decoder_gives_the_logits_of_its_class_whole_and_in_chunks(tiny: Checkpoint) -> None:
-    assert RECIPE.language is not None
-    model = CLASSES.NemotronH_Omni_Reasoning_V3.from_pretrained(tiny.path).eval().language_model
-    decoder = load_language(tiny, RECIPE.language, DecoderOptions()).decoder
-    ids = torch.randint(0, 256, (40,), generator=torch.Generator().manual_seed(0))
+def relative(rows: Tensor, wanted: Tensor) -> float:
+    return float((rows - wanted).norm() / wanted.norm())
+
+
+def test_files_that_transformers_saved_give_the_features_of_the_saved_class(tmp_path: Path) -> None:
+    vision: Any = config_json(Tiny(depth=1))["vision_config"]
+    text = {"model_type": "nemotron_h", "hidden_size": 64, "layers_block_type": ["mlp"], "vocab_size": 8,
+            "intermediate_size": 8, "num_nextn_predict_layers": 1}  # fmt: skip
+    torch.manual_seed(0)
+    model = CLASSES.NemotronH_Omni_Reasoning_V3(
+        CLASSES.NemotronH_Omni_Reasoning_V3_Config(
+            vision_config=vision, text_config=text, vision_hidden_size=48, projector_hidden_size=96
+        )
+    ).eval()
+    for name, weight in model.named_parameters():
+        if "layer_scale" in name or "layernorm" in name:
+            torch.nn.init.normal_(weight, 1.0, 0.3)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor_json(Tiny())))
+    checkpoint = Checkpoint.open(tmp_path)
+    config = RECIPE.read_config(checkpoint)
+    assert (config.final_norm, config.layer_scale) == ("stored", True)
+    (image,) = random_items(RECIPE, config, [("image", (1, 4, 6))], seed=0)
     with torch.inference_mode():
-        wanted = model(input_ids=ids[None]).logits[0]
-    embeds, positions = decoder.embed(ids), torch.arange(40)[None]
-    # Convolutions look back three tokens.
-    for parts in ([40], [17, 23], [39, 1], [2, 1, 1, 36]):
-        turn, start = decoder.begin(40), 0
-        for count in parts:
-            logits = turn.step(embeds[start : start + count], positions[:, start : start + count])
-            start += count
-            # Sums over other batch sizes; logits are up to 4.
-            torch.testing.assert_close(logits, wanted[start - 1], rtol=0, atol=1e-5)
-    with pytest.raises(UnsupportedError, match="layers with states of their own"):
-        load_language(tiny, RECIPE.language, DecoderOptions(compile=True))
+        grids = torch.tensor([[4, 6]])
+        wanted = model.get_image_features(image.patches[:, :768], grids).pooler_output[0]
+        found = RECIPE.tower(checkpoint, "float32")(RECIPE.prepare(config, [image], "grouped"))["embeds"]
+    assert relative(found, wanted) < LIMIT
+    assert relative(RECIPE.reference(checkpoint).run([image])["embeds"], wanted) < LIMIT
+
+
+def test_numbers_that_released_files_leave_out_are_those_of_the_class(tiny, tmp_path):
+    def emptied(name: str, stored: dict[str, Any]) -> None:
+        if name == "config.json":
+            stored["vision_config"] = {"video_temporal_patch_size": 2}
+            del stored["vit_hidden_size"], stored["projector_hidden_size"], stored["downsample_ratio"]
+        else:
+            stored.clear()
+
+    config = RECIPE.read_config(changed(tiny, tmp_path, emptied))
+    theirs: Any = CLASSES.NemotronH_Omni_Reasoning_V3_Config()
+    vision = theirs.vision_config
+    assert (config.depth, config.width, config.heads, config.eps) == (
+        vision.num_hidden_layers, vision.hidden_size, vision.num_attention_heads, vision.layer_norm_eps,
+    )  # fmt: skip
+    assert config.inner == int(vision.hidden_size * vision.mlp_ratio)
+    assert (config.learned, config.table_side) == (vision.num_summary_tokens, vision.max_img_size // 16)
+    assert config.projector_width == theirs.projector_hidden_size
+    assert (config.rule.patch, config.rule.temporal) == (vision.patch_size, vision.video_temporal_patch_size)
+    assert (config.rule.mean, config.rule.std) == (tuple(vision.norm_mean), tuple(vision.norm_std))
+    bounds = [each // 256 for each in (config.rule.image.min_pixels, config.rule.image.max_pixels)]
+    assert bounds == [1024, 13312]
+
+
+def test_settings_of_tiles_are_read_from_the_files_of_a_release(tiled: Checkpoint, tmp_path: Path) -> None:
+    def released(name: str, stored: dict[str, Any]) -> None:
+        if name == "config.json":
+            # Besides sizes, as in files of RADIO's own code.
+            stored["vision_config"] |= {
+                "adaptor_names": None, "architectures": ["RADIOModel"], "feature_normalizer_config": None,
+                "max_resolution": 128, "model_type": "", "preferred_resolution": [768, 768],
+                "version": "radio_v2.5-h", "video_temporal_patch_size": 1, "vitdet_window_size": None,
+            }  # fmt: skip
+            stored["vision_config"]["args"]["model"] = "vit_huge_patch16_224"
+            # No JSON, and in files of NVIDIA's Mamba decoders.
+            stored["llm_config"]["time_step_limit"] = [0.0, math.inf]
+            stored |= {"norm_mean": [0.5, 0.4, 0.3], "norm_std": [0.1, 0.2, 0.3]}
+        else:
+            stored.clear()
+
+    checkpoint = changed(tiled, tmp_path, released)
+    config = RECIPE.read_config(checkpoint)
+    assert (config.rule.mean, config.rule.std) == ((0.5, 0.4, 0.3), (0.1, 0.2, 0.3))
+    # The defaults of the released processor.
+    assert (config.tiles, config.thumbnail, config.rule.image.max_pixels) == (12, True, 64 * 64)
+    assert (config.learned, config.table_side, config.rule.temporal) == (5, 8, 1)
+    assert RECIPE.parse_config(json.loads(json.dumps(encode(config)))) == config
+    (image,) = random_items(RECIPE, config, [("image", (2, 4, 4))], seed=0)
+    with torch.inference_mode():
+        found = RECIPE.tower(checkpoint, "float32")(RECIPE.prepare(config, [image], "grouped"))["embeds"]
+    assert relative(found, RECIPE.reference(checkpoint).run([image])["embeds"]) < LIMIT
+
+
+def changed(
+    checkpoint: Checkpoint, folder: Path, change: Callable[[str, dict[str, Any]], None]
+) -> Checkpoint:
+    folder.mkdir(exist_ok=True)
+    for path in checkpoint.path.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    for name in ("config.json", "preprocessor_config.json"):
+        stored = json.loads((folder / name).read_text())
+        change(name, stored)
+        (folder / name).write_text(json.dumps(stored))
+    return Checkpoint.open(folder)

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from transformers import AutoTokenizer
+from transformers.video_utils import VideoMetadata
+from vlexport.recipes.demo import qwen3_vl
+from vlexport.recipes.demo.writing import write_checkpoint
 
+from tests.golden_data import FOLDER
 from tests.tiny_minicpmv import VERSIONS, Tiny, write_tiny_minicpmv
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport.checkpoint import Checkpoint
@@ -31,10 +36,18 @@ def windowed(tmp_path_factory):
     return Checkpoint.open(write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("words") / "checkpoint", depth=1))
 
 
-def prompter(checkpoint):
+@pytest.fixture(scope="module")
+def spelled(tmp_path_factory):
+    """A family that writes times as text."""
+    tiny = qwen3_vl.Tiny(depth=1, levels=(0,), with_decoder=False)
+    folder = tmp_path_factory.mktemp("words") / "tiny"
+    return Checkpoint.open(write_checkpoint(folder, qwen3_vl.contents(tiny), seed=0))
+
+
+def prompter(checkpoint, layout=None):
     recipe: Any = recipe_for(checkpoint)
     config = recipe.read_config(checkpoint)
-    rule = recipe.language.prompt
+    rule = recipe.language.prompt_of(layout)
     made = Prompter(CheckpointTokenizer(checkpoint), rule, lambda item: rule.expand(config, item))
     return recipe, config, made
 
@@ -107,9 +120,7 @@ def test_ids_are_those_of_their_processor(windowed, kinds, pruned) -> None:
         assert found.ids[room.offset + room.length] == config["vision_end_token_id"]
 
 
-def test_a_chat_gets_no_tokens_at_its_ends_and_a_raw_prompt_those_of_its_tokenizer(
-    windowed, tmp_path
-) -> None:
+def test_a_chat_gets_no_tokens_at_its_ends_and_a_raw_prompt_those_of_its_tokenizer(windowed, tmp_path):
     """As `apply_chat_template`, which leaves them to the template."""
     path = shutil.copytree(windowed.path, tmp_path / "copy")
     stored = json.loads((path / "tokenizer.json").read_text())
@@ -230,3 +241,100 @@ def test_time_between_frames_is_what_their_processor_gives(windowed) -> None:
             kind="video", frames=torch.zeros(4, 84, 84, 3, dtype=torch.uint8), frames_per_second=rate
         )
         assert recipe.preprocess(config, film).seconds_per_grid == torch.tensor(2 / rate).item()
+
+
+RATES = (2.0, 24.0, 29.97, 1 / 3, 7.5)
+
+
+def media(kind: str, number: int) -> Pixels:
+    """Sizes, lengths and rates differ; every second video is sampled from a longer one."""
+    if kind == "image":
+        return Pixels(kind=kind, frames=torch.zeros((1, 64 + 32 * number, 96, 3), dtype=torch.uint8))
+    frames, rate = torch.zeros((3 + number, 64, 96 + 32 * number, 3), dtype=torch.uint8), RATES[number]
+    seconds = tuple(at * 5 / rate for at in range(len(frames))) if number % 2 else ()
+    return Pixels(kind=kind, frames=frames, frames_per_second=rate, seconds=seconds)
+
+
+def their_text(item: MediaItem, pixels: Pixels) -> str:
+    """Return what their processor writes in place of the token of one item."""
+    from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+
+    sizes = SimpleNamespace(merge_size=2, temporal_patch_size=2)
+    theirs: Any = SimpleNamespace(
+        image_processor=sizes,
+        video_processor=sizes,
+        image_token="<|image_pad|>",
+        video_token="<|video_pad|>",
+        vision_start_token="<|vision_start|>",
+        vision_end_token="<|vision_end|>",
+        _calculate_timestamps=partial(Qwen3VLProcessor._calculate_timestamps, cast("Any", None)),
+    )
+    grids = torch.tensor([item.grid])
+    if item.kind == "image":
+        return Qwen3VLProcessor.replace_image_token(theirs, {"image_grid_thw": grids}, 0)
+    step = 5 if pixels.seconds else 1
+    indices = [at * step for at in range(len(pixels.frames))]
+    about = VideoMetadata(total_num_frames=100, fps=pixels.frames_per_second, frames_indices=indices)
+    return Qwen3VLProcessor.replace_video_token(
+        theirs, {"video_grid_thw": grids, "video_metadata": [about]}, 0
+    )
+
+
+def room_for(item: MediaItem, number: int, rows: int) -> PromptItem:
+    """An item of a prompt that is not pruned."""
+    frames = item.grid[0]
+    each = (rows // frames,) * frames
+    return PromptItem(item=item, number=number, num_rows=rows, count_frames=lambda: each)
+
+
+@pytest.mark.parametrize("layout", [None, "bare"])
+@pytest.mark.parametrize("kinds", ORDERS, ids="-".join)
+def test_ids_with_written_times_are_those_of_their_processor(spelled, kinds, layout):
+    """Its text for each item; a `bare` one, as older releases wrote it, has no markers round all frames."""
+    recipe, config, made = prompter(spelled, layout)
+    pixels = [media(kind, kinds[:at].count(kind)) for at, kind in enumerate(kinds)]
+    texts = [
+        part for kind in kinds for part in (f"a {kind}:", f"<|vision_start|><|{kind}_pad|><|vision_end|>")
+    ]
+    request = Request(
+        raw_prompt="".join(texts) + "what?",
+        images=[each for each in pixels if each.kind == "image"],
+        videos=[each for each in pixels if each.kind == "video"],
+    )
+    marked = made.mark(request, LIMITS)
+    tokenizer: Any = AutoTokenizer.from_pretrained(spelled.path)
+    items, wanted, rooms = list[PromptItem](), list[int](), list[tuple[int, int]]()
+    for kind, given in zip(kinds, pixels, strict=True):
+        item = recipe.preprocess(config, given)
+        number = sum(each.kind == kind for each in items)
+        items.append(room_for(item, number, recipe.num_tokens(config, item)))
+        outer = kind == "image" or layout is None
+        before, after = ("<|vision_start|>", "<|vision_end|>") if outer else ("", "")
+        # Tokenised by itself, whatever stands around it.
+        wanted += tokenizer(f"a {kind}:{before}", add_special_tokens=False)["input_ids"]
+        own = tokenizer(their_text(item, given), add_special_tokens=False)["input_ids"]
+        rooms.append((len(wanted), len(own)))
+        wanted += own + tokenizer(after, add_special_tokens=False)["input_ids"]
+    wanted += tokenizer("what?", add_special_tokens=False)["input_ids"]
+    found = made.expand(marked, items, LIMITS)
+    assert list(found.ids) == wanted
+    assert [(room.offset, room.length) for room in found.placeholders] == rooms
+    assert [room.num_embeds for room in found.placeholders] == [item.num_rows for item in items]
+
+
+def test_an_items_text_never_merges_with_its_neighbours() -> None:
+    """The recorded tokenizer has merges; text before the first timestamp would take its first sign in."""
+    merging = Checkpoint.open(FOLDER / "e2e_qwen3_vl" / "checkpoint")
+    recipe, config, made = prompter(merging, "bare")
+    tokenizer = CheckpointTokenizer(merging)
+    film = torch.zeros((4, 32, 32, 3), dtype=torch.uint8)
+    pixels = Pixels(kind="video", frames=film, frames_per_second=2.0)
+    item = recipe.preprocess(config, pixels)
+    for before in ("seconds", "<", "0.", "the video ", "\n"):
+        text = f"{before}<|vision_start|><|video_pad|><|vision_end|>seconds"
+        marked = made.mark(Request(raw_prompt=text, videos=[pixels]), LIMITS)
+        known = room_for(item, 0, recipe.num_tokens(config, item))
+        found = made.expand(marked, [known], LIMITS)
+        parts = (before, made.rule.expand(config, known), "seconds")
+        apart = [token for part in parts for token in tokenizer.encode(part, add_special=False).ids]
+        assert list(found.ids) == apart

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import importlib
 import json
+import random
+import shutil
 from collections.abc import Mapping
-from functools import reduce
+from functools import cache, reduce
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from vlexport.recipes.demo.qwen3_vl import Tiny, processor_json
 from vlexport.recipes.demo.qwen3_vl import contents as qwen3_contents
 from vlexport.recipes.demo.writing import write_checkpoint
 
@@ -21,8 +24,9 @@ from tests.tiny_minicpmv import VERSIONS
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import CheckpointError, InputError
-from vlexport.recipe import find_recipe
+from vlexport.recipe import find_recipe, recipe_for
 from vlexport.specs import Pixels
+from vlexport.vision.preprocess import ResizeRule, least_cells, most_cells, resize_rule, volume_size
 
 IMAGE, VIDEO = "preprocessor_config.json", "video_preprocessor_config.json"
 # Images: PIL keeps weights in 22 bits, torch in 16, and both round to bytes after each pass: one level.
@@ -85,7 +89,6 @@ def noise(*shape: int) -> torch.Tensor:
 
 
 def levels(ours: torch.Tensor, theirs: torch.Tensor, settings: Mapping[str, Any]) -> float:
-    """The largest difference in grey levels."""
     scale = settings["rescale_factor"] if settings["do_rescale"] else 1.0
     std = torch.tensor(settings["image_std"] if settings["do_normalize"] else [1.0] * 3).double() / scale
     return float(((ours.double() - theirs.double()).abs() * std.repeat_interleave(ours.shape[1] // 3)).max())
@@ -104,9 +107,7 @@ def test_images_are_those_of_their_processor(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "minicpmv"])
-def test_pixels_are_the_bytes_of_engines_that_take_these_less_the_mean_by_the_deviation(
-    family: str, tmp_path: Path
-) -> None:
+def test_pixels_are_the_bytes_of_engines_that_take_these_less_the_mean_by_the_deviation(family, tmp_path):
     if family == "minicpmv":
         checkpoint, recipe, config = sliced_checkpoint(tmp_path, "2.6", IMAGE, SLICED)
         mean, std, scale = SLICED["norm_mean"], SLICED["norm_std"], 1 / 255
@@ -167,20 +168,31 @@ STEPS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def of_family(name: str, folder: Path, change: dict[str, Any], *, drop: str = "", file: str = IMAGE) -> Any:
+@pytest.fixture(scope="module")
+def of_family(tmp_path_factory):
     """Return the config of a demo checkpoint with one of its processors' files changed."""
-    contents = importlib.import_module(f"vlexport.recipes.demo.{name}").contents()
-    path = write_checkpoint(folder / "tiny", contents, seed=0)
-    kept = path / file
-    settings = json.loads((kept if kept.exists() else path / IMAGE).read_text())
-    settings = {key: each for key, each in settings.items() if key != drop} | change
-    kept.write_text(json.dumps(settings))
-    recipe = find_recipe(name)
-    return recipe.read_config(Checkpoint.open(path))
+
+    @cache
+    def written(name: str) -> Path:
+        contents = importlib.import_module(f"vlexport.recipes.demo.{name}").contents()
+        path: Path = write_checkpoint(tmp_path_factory.mktemp("demo") / name, contents, seed=0)
+        return path
+
+    def config(name: str, folder: Path, change: dict[str, Any], *, drop: str = "", file: str = IMAGE) -> Any:
+        path = shutil.copytree(written(name), folder / "tiny")
+        kept = path / file
+        settings = json.loads((kept if kept.exists() else path / IMAGE).read_text())
+        settings = {key: each for key, each in settings.items() if key != drop} | change
+        kept.write_text(json.dumps(settings))
+        return find_recipe(name).read_config(Checkpoint.open(path))
+
+    return config
 
 
 @pytest.mark.parametrize("name", ["kimi_vl", "minicpmv", "nemotron_vl"])
-def test_settings_of_steps_that_have_none_are_refused_unless_they_say_what_is_done(name, tmp_path, subtests):
+def test_settings_of_steps_that_have_none_are_refused_unless_they_say_what_is_done(
+    of_family, name, tmp_path, subtests
+):
     done = {
         "do_resize": True,
         "resample": 3,
@@ -196,7 +208,7 @@ def test_settings_of_steps_that_have_none_are_refused_unless_they_say_what_is_do
             of_family(name, tmp_path / file / key, {key: value}, file=file)
 
 
-def test_settings_that_files_leave_out_are_those_of_the_families_own_code(tmp_path, subtests):
+def test_settings_that_files_leave_out_are_those_of_the_families_own_code(of_family, tmp_path, subtests):
     """Kimi: 4096 patches, halves. MiniCPM-V: 9 slices of 448 pixels, halves. Nemotron: CLIP's levels."""
     clip = video_class()
     tables: dict[str, dict[str, Any]] = {
@@ -284,3 +296,86 @@ def test_releases_take_videos_where_their_processors_do(version: str, tmp_path: 
             recipe.preprocess(config, film)
     else:
         assert recipe.preprocess(config, film).grid == (2, 6, 6)
+
+
+CELL = 32 * 32
+EDGES = {"shortest_edge": CELL, "longest_edge": 96 * CELL}
+VOLUMES: dict[str, dict[str, Any]] = {
+    "large": {"size": {**EDGES, "shortest_edge": 4096}},
+    "grown": {"size": {**EDGES, "shortest_edge": 40 * CELL}},
+    "shrunk": {"size": {**EDGES, "longest_edge": 14 * CELL}},
+    "capped": {"size": EDGES, "cap_pixels_per_frame": True, "max_video_tokens": 3},
+    "capped by default tokens": {"size": EDGES, "cap_pixels_per_frame": True},
+    "cap given and off": {"size": EDGES, "cap_pixels_per_frame": False, "max_video_tokens": 3},
+}
+# Frames, height and width: odd counts round to even, sides below one cell grow first.
+FILMS = ((2, 64, 96), (3, 40, 130), (5, 20, 45), (7, 100, 31), (6, 190, 60), (4, 10, 300))
+
+
+@pytest.fixture(scope="module")
+def spelled(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    tiny = Tiny(depth=1, levels=(0,), with_decoder=False)
+    return Checkpoint.open(
+        write_checkpoint(tmp_path_factory.mktemp("words") / "tiny", qwen3_contents(tiny), seed=0)
+    )
+
+
+@pytest.mark.parametrize("name", VOLUMES)
+def test_videos_by_volume_are_those_of_their_processor(name: str, spelled: Checkpoint, tmp_path) -> None:
+    settings = {**processor_json("video"), **VOLUMES[name]}
+    copy = shutil.copytree(spelled.path, tmp_path / "copy")
+    (copy / "video_preprocessor_config.json").write_text(json.dumps(settings))
+    recipe = recipe_for(spelled)
+    config = recipe.read_config(Checkpoint.open(copy))
+    for frames, height, width in FILMS:
+        source = torch.Generator().manual_seed(frames)
+        film = torch.randint(0, 256, (frames, height, width, 3), dtype=torch.uint8, generator=source)
+        grid, patches = their_video(settings, film, "qwen3_vl")
+        item = recipe.preprocess(config, Pixels(kind="video", frames=film, frames_per_second=2.0))
+        assert list(item.grid) == [int(each) for each in grid], (frames, height, width)
+        torch.testing.assert_close(item.patches.double(), patches.double(), rtol=0, atol=SAME_PIXELS)
+
+
+def test_bounds_that_are_left_out_are_their_defaults() -> None:
+    theirs = video_class("qwen3_vl")()
+    config = resize_rule({"cap_pixels_per_frame": True}, (128 * CELL, 768 * CELL), 768, 2)
+    found = {"shortest_edge": config.min_pixels, "longest_edge": config.max_pixels}
+    assert (found, config.video_tokens) == (theirs.size, theirs.max_video_tokens)
+
+
+def test_sizes_by_volume_are_theirs() -> None:
+    smart_resize = video_class("qwen3_vl").resize.__globals__["smart_resize"]
+    draw = random.Random(0)
+    for _ in range(3000):
+        frames, height, width = draw.randint(2, 40), draw.randint(8, 700), draw.randint(8, 700)
+        low = draw.choice((CELL, 128 * CELL))
+        rule = ResizeRule(min_pixels=low, max_pixels=draw.choice((400, 24576)) * CELL, frames=2)
+        theirs = smart_resize(
+            frames, height, width, 2, 32, min_pixels=rule.min_pixels, max_pixels=rule.max_pixels
+        )
+        assert volume_size(frames, height, width, 32, rule) == theirs, (frames, height, width)
+
+
+def test_no_video_has_more_or_fewer_tokens_than_its_profile_counts() -> None:
+    draw, cell = random.Random(1), 32
+    for _ in range(4000):
+        frames, height = draw.choice((1, 2, 3, 4, 5, 9, 40)), draw.randint(1, 600)
+        width = draw.randint(max(1, -(-height // 190)), min(600, 190 * height))
+        low, high = draw.choice(((1, 4), (40, 96), (4, 24576), (300, 301)))
+        rule = ResizeRule(min_pixels=low * CELL, max_pixels=high * CELL, frames=2)
+        rows, columns = volume_size(frames, height, width, cell, rule)
+        area, groups, found = height * width, -(-frames // 2), rows * columns // cell**2
+        assert found <= most_cells(rule, area, cell), (frames, height, width, rule)
+        assert groups * found >= least_cells(rule, area, cell), (frames, height, width, rule)
+
+
+def test_the_table_of_a_half_precision_tower_is_resized_in_float32(spelled: Checkpoint) -> None:
+    """Rounded shares are lost in the noise of a tower, and add to it."""
+    recipe: Any = recipe_for(spelled)
+    config = recipe.read_config(spelled)
+    items = [recipe.item(config, "image", (1, 14, 22), torch.zeros(14 * 22, recipe.row_width(config)))]
+    tables = recipe.prepare(config, items, "grouped")
+    half, whole = recipe.tower(spelled, "bfloat16"), recipe.tower(spelled, "float32")
+    whole.pos_embed.weight.data = half.pos_embed.weight.data.float()
+    found, wanted = (each.places(tables["positions"], tables["sides"]) for each in (half, whole))
+    assert torch.equal(found, wanted)

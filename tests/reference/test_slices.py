@@ -144,7 +144,6 @@ def _to(values_THWC: Tensor, size: Size) -> Tensor:
 
 
 def assert_pixels(rule: CutRule, given: Tensor, levels: Tensor) -> None:
-    """Assert that normalised values are these grey levels."""
     assert given.shape == levels.shape
     per_channel = given.shape[1] // 3
     mean, std = (torch.tensor(each).double().repeat_interleave(per_channel) for each in (rule.mean, rule.std))

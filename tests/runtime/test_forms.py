@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from tests.devices import stand_in
-from tests.recipes.test_qwen3_vl import TRUTHS as WRITTEN
-from tests.recipes.test_qwen3_vl import recorded as written
+from tests.recipes.test_recorded_requests import TRUTHS
+from tests.recipes.test_recorded_requests import recorded as written
 from tests.runtime.recorded import CHECKPOINT, recorded
 from vlexport._build import token_graphs
 from vlexport._build.build import build_checkpoint
@@ -122,7 +122,7 @@ def families(
     fresh: Callable[..., Pipeline], spelled: Pipeline
 ) -> dict[str, tuple[Pipeline, Request, Request]]:
     """Pipelines with a whole request and one that is pruned."""
-    case = {each["name"]: each for each in WRITTEN}
+    case = {each["name"]: each for each in TRUTHS["qwen3_vl"]}
     return {
         "time in steps": (fresh(), recorded(WHOLE).request, recorded(PRUNED).request),
         "time written out": (spelled, written(case[WHOLE])[0], written(case[OUTER])[0]),
