@@ -27,12 +27,10 @@ def encoded(image: Image.Image, form: str, **options: object) -> bytes:
 
 
 def picture(form: str = "PNG", height: int = 48, width: int = 64, **options: object) -> bytes:
-    """The pattern as a file."""
     return encoded(Image.fromarray(pattern(height, width)), form, **options)
 
 
 def oriented(form: str, orientation: int) -> bytes:
-    """The pattern as a file with an EXIF orientation."""
     exif = Image.Exif()
     exif[ORIENTATION] = orientation
     return picture(form, exif=exif)
@@ -76,6 +74,5 @@ def webp_canvas(width: int, height: int) -> bytes:
 
 
 def animation(form: str, *greys: int) -> bytes:
-    """One frame for each grey."""
     first, *others = (Image.new("RGB", (64, 48), (grey, grey, grey)) for grey in greys)
     return encoded(first, form, save_all=True, append_images=others, duration=100)

@@ -20,7 +20,6 @@ def grey(number: int) -> int:
 
 
 def frames(num: int, height: int = 48, width: int = 64) -> np.ndarray:
-    """`num` frames of one grey each."""
     return np.stack([np.full((height, width, 3), grey(number), np.uint8) for number in range(num)])
 
 

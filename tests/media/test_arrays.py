@@ -22,7 +22,6 @@ def npy(array, **options):
 
 
 def npy_claiming(shape, dtype="|u1", *, body=b"", by_columns=False):
-    """A .npy file with any header."""
     header = repr({"descr": dtype, "fortran_order": by_columns, "shape": shape}).encode() + b"\n"
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + body
 

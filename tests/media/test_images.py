@@ -1,6 +1,8 @@
 """Images that can be read: what comes out is what transformers' processors would see."""
 
 import io
+import subprocess
+import sys
 
 import numpy as np
 import PIL.Image
@@ -200,3 +202,9 @@ def test_limits_can_only_be_lowered():
     lowered = ceiling.lowered(given)
     assert (lowered.max_pixels, lowered.max_frames, lowered.deadline_seconds) == (100, 4, 1)
     assert lowered == ceiling.lowered(lowered) == lowered.lowered(ceiling)
+
+
+def test_importing_media_loads_no_library_for_it():
+    code = "import sys, vlexport.media; print(*sorted({'torch', 'numpy', 'av', 'PIL'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []

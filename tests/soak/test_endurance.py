@@ -1,4 +1,4 @@
-"""Nothing grows: memory, descriptors and threads over hundreds of requests of dozens of sizes."""
+"""Nothing grows over hundreds of requests; good ones among bad get their tokens; runs are the same again."""
 
 from __future__ import annotations
 
@@ -12,12 +12,19 @@ from typing import Any
 
 import pytest
 
-from tests.golden_data import FOLDER
+from tests.runtime.recorded import CHECKPOINT
 from tests.soak.endurance import Reading, slope
-from tests.thirty import cases
+from tests.soak.mixture import SHARE, is_refused, mix
+from tests.thirty import ROOT, cases
+from vlexport._build.build import build_checkpoint
+from vlexport._build.request import request
+from vlexport.bundle import MANIFEST_NAME
+from vlexport.checkpoint import Checkpoint
+from vlexport.runtime.decoder import Language
+from vlexport.runtime.outputs import Answer
+from vlexport.runtime.pipeline import load
 
-CHECKPOINT = FOLDER / "e2e" / "checkpoint"
-ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
 KIBI, MEBI = 2**10, 2**20
 
 
@@ -74,14 +81,11 @@ def account(found: list[Reading], step: int = 1) -> str:
 # 256 KiB, is what goes up and down. 60 shapes by frames, rates and chunks are some 600 kinds of requests;
 # libraries remember every new one, and what malloc has given out grows by 366 bytes a request up to the
 # 2,000th, then by less and less: resident memory is judged behind that.
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "warm_up", "most", "resident"),
     [(100, 10, 4 * KIBI, None), (500, 100, KIBI, None), (6000, 4000, KIBI, KIBI)],
 )
-def test_requests_leave_memory_descriptors_and_threads_as_they_are(
-    bundle: Path, count: int, warm_up: int, most: int, resident: int | None
-) -> None:
+def test_requests_leave_memory_descriptors_and_threads_as_they_are(bundle, count, warm_up, most, resident):
     found = readings(bundle, count, 60)[warm_up:]
     print(account(found))
     assert len(handles(found)) == 1
@@ -97,7 +101,6 @@ def require_flat(found: list[Reading]) -> None:
 
 
 # oneDNN multiplies bfloat16 on every processor, and has products of their own for every length of a prompt.
-@pytest.mark.slow
 def test_prompts_of_new_lengths_in_bfloat16_leave_memory_as_it_is(bundle: Path) -> None:
     found = readings(bundle, 300, 60, dtype="bfloat16")[100:]
     print(account(found))
@@ -105,11 +108,8 @@ def test_prompts_of_new_lengths_in_bfloat16_leave_memory_as_it_is(bundle: Path) 
 
 
 # The short form warms up with the first 300 of its 500: every shape has its first call there.
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["onnxruntime", "eager"])
-def test_eight_threads_over_two_hundred_shapes_leave_the_process_as_it_is(
-    bundles: Callable[[str], Path], backend: str, record_property: Callable[[str, object], None]
-) -> None:
+def test_eight_threads_over_two_hundred_shapes_leave_the_process_as_it_is(bundles, backend, record_property):
     count = cases("requests of the soak")
     found = readings(bundles(backend), count, 200, num_threads=8)[max(3, count // 1000) :]
     print(backend, account(found, step=100))
@@ -119,10 +119,7 @@ def test_eight_threads_over_two_hundred_shapes_leave_the_process_as_it_is(
     record_property("requests of the soak", count)
 
 
-@pytest.mark.slow
-def test_an_hour_of_hostile_requests_harms_no_other_and_leaves_the_process_as_it_is(
-    bundle: Path, record_property: Callable[[str, object], None]
-) -> None:
+def test_an_hour_of_hostile_requests_harms_no_other_and_leaves_the_process_as_it_is(bundle, record_property):
     minutes = cases("minutes of hostile mix") or 1
     ran = printed("mixture", bundle, CHECKPOINT, minutes, num_threads=2)
     found = [Reading(**each) for each in ran["readings"]]
@@ -136,3 +133,84 @@ def test_an_hour_of_hostile_requests_harms_no_other_and_leaves_the_process_as_it
     if minutes >= 60:
         require_flat(found)
     record_property("minutes of hostile mix", minutes)
+
+
+@pytest.mark.parametrize(
+    ("count", "batch"), [(60, 20), (cases("mixed requests") or 60, 50)], ids=["short", "long"]
+)
+def test_good_requests_among_hostile_ones_get_the_tokens_they_get_alone(
+    bundles: Callable[[str], Path],
+    language: Language,
+    count: int,
+    batch: int,
+    record_property: Callable[[str, object], None],
+) -> None:
+    record_property("mixed requests", count)
+    refused = equal = 0
+    with (
+        load(bundles("onnxruntime"), decoder=language) as mixed,
+        load(bundles("onnxruntime"), decoder=language) as alone,
+    ):
+        for start in range(0, count, batch):
+            requests, is_bad = mix(batch, SHARE, seed=start)
+            outcomes = mixed.generate_all(requests)
+            refused_ones = [is_refused(*pair) for pair in zip(outcomes, requests, strict=True)]
+            assert refused_ones == is_bad
+            for request, outcome in zip(requests, outcomes, strict=True):
+                if isinstance(outcome, Answer):
+                    assert alone.generate(request).token_ids == outcome.token_ids
+                    equal += 1
+            refused += sum(is_bad)
+    print(f"{count} requests: {refused} refused, {equal} answers as alone")
+    assert refused + equal == count
+    assert refused > 0.1 * count
+
+
+NUM_PROCESSES = 5
+RUNS = """
+import hashlib, sys
+from tests.runtime.made import image, video
+from vlexport.runtime.pipeline import load
+
+with load(sys.argv[1]) as pipeline:
+    for _ in range(int(sys.argv[2])):
+        pipeline.encoder.cache.clear()
+        found = pipeline.encode([image(1), video(2), image(3, 140, 84)])
+        print(hashlib.sha256(b"".join(each.embeds.numpy().tobytes() for each in found)).hexdigest())
+"""
+
+
+def digests(bundle: Path, count: int) -> list[str]:
+    words = [sys.executable, "-c", RUNS, str(bundle), str(count)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+    ran = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, env=environment)
+    return ran.stdout.split()
+
+
+@pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
+def test_runs_of_a_bundle_in_five_processes_give_the_same_bits(bundles, backend, record_property):
+    each_runs = max(1, cases("runs in 5 processes") // NUM_PROCESSES)
+    found = [each for _ in range(NUM_PROCESSES) for each in digests(bundles(backend), each_runs)]
+    assert len(found) == NUM_PROCESSES * each_runs
+    assert len(set(found)) == 1
+    record_property("runs in 5 processes", len(found))
+
+
+def contents(bundle: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(bundle)): path.read_bytes() for path in bundle.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("backend", ["eager", "onnxruntime", "openvino"])
+def test_a_build_made_twice_differs_where_the_page_says(backend: str, tmp_path: Path) -> None:
+    made = []
+    for name in ("first", "second"):
+        spec = request(Checkpoint.open(CHECKPOINT), backend=backend, into=tmp_path / name)
+        made.append(build_checkpoint(spec).require_passed().path)
+    first, second = map(contents, made)
+    assert first.keys() == second.keys()
+    differing = {name for name in first if first[name] != second[name]}
+    print(f"{backend}: {sorted(differing)}")
+    assert differing <= {MANIFEST_NAME, "card.md"}
+    for found in (manifests := [json.loads(each[MANIFEST_NAME]) for each in (first, second)]):
+        del found["created"], found["files"]["card.md"]
+    assert manifests[0] == manifests[1]

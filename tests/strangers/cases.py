@@ -114,13 +114,11 @@ def _serve(log: str, requests: Connection) -> None:
 
 
 def write_image(path: Path) -> Path:
-    """Write a small picture of noise."""
     pixels = np.random.default_rng(1).integers(0, 256, (56, 84, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(path)
     return path
 
 
 def write_frames(path: Path) -> Path:
-    """Write a small video of noise, frame by frame."""
     np.save(path, np.random.default_rng(2).integers(0, 256, (4, 56, 84, 3), dtype=np.uint8))
     return path

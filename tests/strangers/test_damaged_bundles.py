@@ -1,8 +1,10 @@
-"""Damaged bundles, and those of other machines, are refused before a backend sees them, at once."""
+"""Damaged bundles, adapters and quantised weights are refused before use, or read as finite numbers."""
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -11,12 +13,16 @@ from pathlib import Path
 import pytest
 
 from benchmarks import memory
+from tests.adapters import write_adapter
 from tests.bundle.examples import MANIFEST, store, write
+from tests.quantised import FORMATS, write_quantised
 from tests.strangers.mutations import mutate_bytes, mutate_json
 from tests.thirty import cases
+from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport.backends import find_backend
 from vlexport.bundle import MANIFEST_NAME, Bundle, Manifest, RecipeIdentity, staged
-from vlexport.errors import BundleError, MisfitError
+from vlexport.checkpoint import Checkpoint
+from vlexport.errors import UNEXPECTED, BundleError, MisfitError, VlexportError
 from vlexport.recipe import find_recipe
 from vlexport.runtime.encoder import EngineSession
 
@@ -36,7 +42,6 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 
 def damaged(content: dict[str, bytes], seed: int) -> dict[str, bytes]:
-    """Return the files that one seed changes."""
     dice = random.Random(seed)
     name = dice.choice(sorted(content))
     if seed % 4 == 0:
@@ -57,9 +62,7 @@ def opened_and_read(path: Path, changed: Iterable[str], data: Path) -> None:
         found.read(name)
 
 
-def test_damaged_bundles_are_refused_before_a_changed_byte_is_handed_out(
-    tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
+def test_damaged_bundles_are_refused_before_a_changed_byte_is_handed_out(tmp_path, record_property):
     data, count = tmp_path / "data", cases("damaged bundles")
     bundle = store(tmp_path, data, payloads=LONG).path
     sound = {name: (bundle / name).read_bytes() for name in (MANIFEST_NAME, *LONG)}
@@ -123,3 +126,67 @@ def test_bundles_of_other_environments_are_refused_with_field_and_command_and_no
         assert caught.value.exit_code == 4
     assert loads == []
     record_property("foreign environments", len(found))
+
+
+RECIPE = find_recipe("qwen2_5_vl")
+SEEDS = [range(25), pytest.param(range(25, 250), marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("tiny") / "c", depth=1, with_decoder=False)
+
+
+def faults_of(open_it, name):
+    """Return what a stranger's file must not cause, in a list."""
+    try:
+        checkpoint = open_it()
+        names = RECIPE.weight_names(checkpoint, RECIPE.read_config(checkpoint))
+        checkpoint.digest(names)
+        found = checkpoint.read(names, dtype="float32")
+    except VlexportError as error:
+        return [] if error.exit_code in (2, 7) else [f"{name}: exit {error.exit_code}: {error}"]
+    except UNEXPECTED as error:
+        return [f"{name}: {type(error).__name__}: {error}"]
+    # Tensors that are stored plainly are read as they are, in every checkpoint.
+    made = getattr(checkpoint.weights.base, "packed", names.values())
+    odd = [key for key, each in found.items() if names[key] in made and not each.isfinite().all()]
+    return [f"{name}: {key} is not finite" for key in odd]
+
+
+@pytest.mark.parametrize("seeds", SEEDS)
+def test_damaged_adapters_are_refused_or_finite(seeds, tiny, tmp_path):
+    sound, faults = write_adapter(tmp_path / "sound", Checkpoint.open(tiny)), []
+    for seed in seeds:
+        for file, mutate in (
+            ("adapter_config.json", mutate_json),
+            ("adapter_model.safetensors", mutate_bytes),
+        ):
+            damaged = mutate((sound / file).read_bytes(), file, seed)
+            copy = shutil.copytree(sound, tmp_path / "damaged", dirs_exist_ok=True)
+            (copy / file).write_bytes(damaged.content)
+            faults += faults_of(lambda: Checkpoint.open(tiny, lora=tmp_path / "damaged"), damaged.name)
+    assert faults == []
+
+
+@pytest.mark.parametrize("kind", sorted(FORMATS))
+@pytest.mark.parametrize("seeds", SEEDS)
+def test_damaged_quantised_weights_are_refused_or_finite(seeds, kind, tiny, tmp_path):
+    sound, faults = write_quantised(tmp_path / "sound", tiny, kind), []
+    config = json.loads((sound / "config.json").read_text())
+    settings = json.dumps(config.pop("quantization_config")).encode()
+    for seed in list(seeds)[:: 1 if len(seeds) > 100 else 3]:
+        for damaged in (
+            mutate_json(settings, f"{kind}.json", seed),
+            mutate_bytes((sound / "model.safetensors").read_bytes(), "model.safetensors", seed),
+        ):
+            copy = shutil.copytree(sound, tmp_path / "damaged", dirs_exist_ok=True)
+            if damaged.file == "model.safetensors":
+                (copy / damaged.file).write_bytes(damaged.content)
+            else:
+                text = (
+                    json.dumps(config)[:-1].encode() + b', "quantization_config": ' + damaged.content + b"}"
+                )
+                (copy / "config.json").write_bytes(text)
+            faults += faults_of(lambda: Checkpoint.open(tmp_path / "damaged"), f"{kind}: {damaged.name}")
+    assert faults == []

@@ -35,13 +35,10 @@ Damage = Callable[[bytes, str, int], Mutated]
 
 
 def parts(count: int) -> list[Any]:
-    """Parts of the seeds, of which one is quick."""
     return [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, count))]
 
 
 class World:
-    """Sound checkpoints and bundles, and a folder for damaged copies."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.image = write_image(folder / "image.png")
@@ -64,7 +61,6 @@ class World:
         return self._bundles[family, backend]
 
     def copy(self, sound: Path, damaged: Mutated) -> Path:
-        """A copy of a folder with one damaged file."""
         copy = self.folder / "damaged"
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(sound, copy)
