@@ -41,7 +41,6 @@ def form() -> str:
 
 @pytest.fixture(scope="session")
 def graphs(tmp_path_factory: pytest.TempPathFactory):
-    """Traced towers by form."""
     folder = tmp_path_factory.mktemp("tower")
     checkpoint = Checkpoint.open(write_recorded_tower(folder, 0, sharp_weights(0, seed=2), DEPTH))
     return cache(lambda form: export(find_recipe("qwen2_5_vl"), checkpoint, form=form))

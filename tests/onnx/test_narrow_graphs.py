@@ -37,9 +37,7 @@ def counts(model: ir.Model) -> Counter[str]:
     return Counter(node.op_type for node in model.graph.all_nodes())
 
 
-def test_unguarded_attention_compares_nothing_with_nan(
-    graph: Graph, model: ir.Model, inputs: dict[str, torch.Tensor]
-) -> None:
+def test_unguarded_attention_compares_nothing_with_nan(graph, model, inputs):
     guarded = translated(graph)
     # A windowed block calls attention once, a full one for each of three shelves.
     assert counts(guarded)["IsNaN"] == counts(model)["Softmax"] >= DEPTH
@@ -49,9 +47,7 @@ def test_unguarded_attention_compares_nothing_with_nan(
     torch.testing.assert_close(run(model, inputs), expected, atol=ROUNDING, rtol=0)
 
 
-def test_no_shape_depends_on_what_the_graph_computes(
-    model: ir.Model, inputs: dict[str, torch.Tensor]
-) -> None:
+def test_no_shape_depends_on_what_the_graph_computes(model, inputs):
     assert not model.functions, "OpenVINO knows none of ours"
     before = run(model, inputs)
     assert passes.settle_shapes(model) > 0
@@ -62,9 +58,7 @@ def test_no_shape_depends_on_what_the_graph_computes(
     assert torch.equal(run(model, inputs), before)
 
 
-def test_each_of_queries_keys_and_values_gets_a_product(
-    model: ir.Model, inputs: dict[str, torch.Tensor]
-) -> None:
+def test_each_of_queries_keys_and_values_gets_a_product(model, inputs):
     before = run(model, inputs)
     products = counts(model)["Gemm"]
     assert passes.split_projections(model) == DEPTH
@@ -75,9 +69,7 @@ def test_each_of_queries_keys_and_values_gets_a_product(
     assert passes.split_projections(model) == 0
 
 
-def test_hidden_layers_are_no_wider_than_what_goes_in(
-    model: ir.Model, inputs: dict[str, torch.Tensor]
-) -> None:
+def test_hidden_layers_are_no_wider_than_what_goes_in(model, inputs):
     before = run(model, inputs)
     assert passes.split_hidden(model) == DEPTH
     passes.drop_unused(model)

@@ -26,9 +26,7 @@ EXPECTED = {"norm": 2 * DEPTH + 1, "gated_unit": DEPTH, "rotary": 2 * DEPTH}
 ROUNDING = 5e-6
 
 
-def test_the_translated_model_equals_the_program(
-    graph: Graph, model: ir.Model, inputs: dict[str, torch.Tensor]
-) -> None:
+def test_the_translated_model_equals_the_program(graph, model, inputs):
     expected = graph.program.module()(inputs)["embeds"]
     torch.testing.assert_close(run(model, inputs), expected, atol=ROUNDING, rtol=0)
 
@@ -67,25 +65,19 @@ def test_slices_are_merged_as_by_the_rule_of_the_library_which_is_there_again_af
 
 
 @pytest.mark.parametrize("name", fusions.FUSIONS)
-def test_a_fusion_applies_everywhere_and_changes_no_result(
-    model: ir.Model, inputs: dict[str, torch.Tensor], name: str
-) -> None:
+def test_a_fusion_applies_everywhere_and_changes_no_result(model, inputs, name):
     before = run(model, inputs)
     assert fusions.fuse(model, name) == EXPECTED[name]
     torch.testing.assert_close(run(model, inputs), before, atol=ROUNDING, rtol=0)
 
 
-def test_the_fused_attention_equals_the_portable_one(
-    model: ir.Model, inputs: dict[str, torch.Tensor]
-) -> None:
+def test_the_fused_attention_equals_the_portable_one(model, inputs):
     before = run(model, inputs)
     attention.define_all(model)
     torch.testing.assert_close(run(model, inputs), before, atol=ROUNDING, rtol=0)
 
 
-def test_all_passes_together_leave_nothing_that_a_kernel_could_take(
-    graph: Graph, model: ir.Model, inputs: dict[str, torch.Tensor]
-) -> None:
+def test_all_passes_together_leave_nothing_that_a_kernel_could_take(graph, model, inputs):
     for name in fusions.FUSIONS:
         fusions.fuse(model, name)
     attention.define_all(model)
@@ -104,9 +96,7 @@ def test_no_tensor_of_the_graph_is_patches_by_patches(model: ir.Model) -> None:
         assert len(varying) <= 1, f"{value.name} {value.shape}"
 
 
-def test_every_axis_that_varies_has_the_name_that_the_manifest_gives_it(
-    model: ir.Model, graph: Graph
-) -> None:
+def test_every_axis_that_varies_has_the_name_that_the_manifest_gives_it(model, graph):
     specs = {spec.name: spec for spec in (*graph.inputs, *graph.outputs)}
     session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString())
     for end in (*session.get_inputs(), *session.get_outputs()):

@@ -15,11 +15,9 @@ from torch import Tensor
 from vlexport.recipes.demo import kimi_vl, nemotron_vl, qwen2_vl, qwen3_vl
 from vlexport.recipes.demo.writing import write_checkpoint
 
-from tests.golden_data import cases
 from tests.mutation.trials import TRIALS
 from tests.positions.blocks import recompute_positions
-from tests.pruning.masks import retention_mask
-from tests.pruning.test_compile import MASKS, is_clean
+from tests.reference.test_positions import Prompt
 from tests.slice_mixes import random_mix
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
@@ -34,7 +32,7 @@ from vlexport.positions.media import full_positions, pruned_channels
 from vlexport.positions.mrope import frame_positions, initial_positions
 from vlexport.positions.rules import FrameMarkers, PlacedMedia, PositionOptions, PositionRule
 from vlexport.pruning.compile import onnx_program
-from vlexport.pruning.evs import prune, retained_count
+from vlexport.pruning.evs import prune
 from vlexport.pruning.methods import METHODS
 from vlexport.pruning.selectors import eager
 from vlexport.recipe import recipe_for
@@ -144,8 +142,10 @@ def test_groups_of_equal_length_are_sorted_by_their_slices(family):
     assert given["group_inverse"].tolist() == [1, 2, 4, 3, 0, 5]
 
 
-def test_tables_that_read_numbers_on_the_host_are_refused_with_what_to_write(family):
-    _, recipe, config = family("qwen2_vl")
+def test_tables_that_read_numbers_on_the_host_are_refused_with_what_to_write(tmp_path):
+    checkpoint = Checkpoint.open(write_family(tmp_path / "checkpoint", "qwen2_vl"))
+    recipe = recipe_for(checkpoint)
+    config = recipe.read_config(checkpoint)
 
     class Listed(GridPacking):
         def segments(self, structure):
@@ -197,69 +197,25 @@ def pruned(
     ]
 
 
-@pytest.mark.parametrize(
-    ("method", "recorded", "number"),
-    [("evs", "evs_mask", 34), pytest.param("vidcom2", "vidcom2_mask", 12, marks=pytest.mark.slow)],
-)
-def test_masks_equal_the_recorded_videos_as_the_runtime_prunes_them(method, recorded, number):
-    found = list(cases(recorded)) if method == "vidcom2" else [case for case in MASKS if is_clean(case)]
-    found = [case for case in found if case.inputs["embeds"].dtype == torch.float32]
-    assert len(found) == number
-    for case in found:
-        grid, merge, rate = case.meta["thw"], case.meta["merge"], case.meta["q"] or 0.0
-        embeds = case.inputs["embeds"]
-        rows, kept, _ = pruned(embeds, grid, rate, method=method, merge=merge)
-        mask = torch.zeros(len(embeds), dtype=torch.bool).index_fill(0, kept, True)
-        wanted = retention_mask(embeds, tuple(grid), merge, rate, eager(METHODS[method]))
-        assert torch.equal(mask, wanted), case.meta
-        assert torch.equal(mask, case.outputs["mask"]), case.meta
-        assert torch.equal(rows, embeds[kept])
-
-
-def test_counts_equal_the_recorded_ones():
-    case = next(cases("evs_count"))
-    names = ("tokens_per_frame", "num_frames", "q")
-    for each, frames, rate, count in zip(
-        *(case.inputs[name].tolist() for name in names), case.outputs["evs"].tolist(), strict=True
-    ):
-        kept = pruned(torch.ones(each * frames, 1), (frames, 1, each), rate, merge=1)[1]
-        assert len(kept) == count == retained_count(each, frames, rate)
-
-
 @pytest.mark.parametrize("method", sorted(METHODS))
-def test_any_video_is_pruned_as_the_runtime_prunes_it(method):
+def test_any_video_is_pruned_and_placed_as_by_the_runtime(method):
     source, generator = random.Random(0), torch.Generator().manual_seed(0)
     sizes = [(1, 1, 1), (2, 1, 1), (1, 1, 3), (4, 1, 2)]
     sizes += [(source.choice((1, 2, 3, 5)), source.randint(1, 6), source.randint(1, 6)) for _ in range(60)]
     for frames, rows, columns in sizes:
-        grid, rate = (frames, 2 * rows, 2 * columns), source.choice((0.0, 0.3, 0.5, 0.9, source.random()))
-        embeds = torch.randn(frames * rows * columns, 24, generator=generator)
-        wanted = prune(embeds, grid, 2, rate, eager(METHODS[method]))
-        found, kept, block = pruned(embeds, grid, rate, method=method)
+        merge, pace = source.choice(((1, 1.0), (2, 2.0), (2, 25 / 12)))
+        seconds, rate = source.choice((0.5, 2 / 3, 1.0, 1.37, 4.0)), source.choice((0.0, 0.3, 0.9, 0.77))
+        grid, tokens = (frames, merge * rows, merge * columns), frames * rows * columns
+        embeds = torch.randn(tokens, 24, generator=generator)
+        rule = PositionRule(kind="time_scaled", merge=merge, tokens_per_second=pace)
+        item = PlacedMedia(modality="video", offset=0, length=tokens, grid=grid, seconds_per_grid=seconds)
+        wanted = prune(embeds, grid, merge, rate, eager(METHODS[method]))
+        settings = {"method": method, "merge": merge, "pace": pace, "seconds": seconds}
+        found, kept, block = pruned(embeds, grid, rate, **settings)
         assert torch.equal(kept, wanted.kept), (grid, rate)
         assert torch.equal(found, wanted.embeds)
-        assert block.shape == (4, len(kept))
-
-
-def test_blocks_have_the_times_of_the_runtime():
-    for case in cases("mrope_media"):
-        meta = case.meta
-        grid, seconds, merge = tuple(meta["thw"]), meta["video_second_per_grid"], meta["merge"]
-        rule = PositionRule(
-            kind="time_scaled", merge=merge, tokens_per_second=float(meta["tokens_per_second"])
-        )
-        tokens = grid[0] * grid[1] * grid[2] // merge**2
-        item = PlacedMedia(
-            modality="video", offset=0, length=tokens, grid=grid, seconds_per_grid=float(seconds)
-        )
-        embeds = torch.randn(tokens, 4, generator=torch.Generator().manual_seed(0))
-        settings = {"merge": merge, "pace": meta["tokens_per_second"], "seconds": seconds}
-        whole = pruned(embeds, grid, 0.0, **settings)[2]
-        assert torch.equal(whole.T, full_positions(item, rule)), meta
-        _, kept, block = pruned(embeds, grid, 0.4, **settings)
-        assert torch.equal(block, pruned_channels(item, rule, kept)), meta
-        if isinstance(seconds, int):
-            assert torch.equal(whole.T, case.outputs["positions"]), meta
+        places = pruned_channels(item, rule, kept) if rate else full_positions(item, rule).T
+        assert torch.equal(block, places), (grid, seconds)
 
 
 def test_the_time_between_frames_is_1_where_frames_are_counted():
@@ -318,47 +274,22 @@ def placed(
     return made["positions"], made["delta"]
 
 
-def test_positions_equal_the_recorded_prompts(family):
+def test_positions_of_random_prompts_are_those_of_the_host(family):
     found, _, _ = family("qwen2_5_vl")
-    for case in cases("mrope_init_qwen2"):
-        rule = PositionRule(
-            kind="time_scaled",
-            merge=case.meta["merge"],
-            tokens_per_second=case.meta["tokens_per_second"] or 1,
-        )
-        media = sorted(case.meta["features"], key=lambda feature: feature[1])
-        items = [
-            PlacedMedia(modality=kind, offset=at, length=length, grid=tuple(grid), seconds_per_grid=seconds)
-            for kind, at, length, *grid, seconds in (feature[:7] for feature in media)
-        ]
-        blocks = [full_positions(item, rule).T for item in items]
-        size = len(case.inputs["input_ids"])
-        table, delta = placed(found, size, [item.offset for item in items], blocks, is_pruned=False)
-        assert torch.equal(table, case.outputs["positions"]), case.meta
-        assert torch.equal(delta, case.outputs["delta"]), case.meta
-
-
-def test_positions_of_pruned_prompts_equal_the_plain_rule(family):
-    found, _, _ = family("qwen2_5_vl")
-    count = 0
-    for case in cases("recompute"):
-        blocks = [case.inputs[f"block{index}"] for index in range(len(case.meta["media"]))]
-        if any(len(block) != 4 for block in blocks):
-            continue
-        offsets, size = [offset for _, offset, _ in case.meta["media"]], len(case.inputs["input_ids"])
-        table, delta = placed(found, size, offsets, blocks, is_pruned=True)
-        wanted = recompute_positions(size, offsets, blocks)
-        assert torch.equal(table, case.inputs["reference"]), case.meta
-        assert torch.equal(delta, wanted.delta), case.meta
-        by_extent = recompute_positions(size, offsets, blocks, PositionOptions(pruned_resume="max"))
-        table, _ = placed(found, size, offsets, blocks, is_pruned=False)
-        assert torch.equal(table, by_extent.table_RN), case.meta
-        count += 1
-    assert count == 98
+    for seed in range(150):
+        prompt = Prompt(seed)
+        blocks, size = list(map(prompt.channels, prompt.items)), len(prompt.tokens(pruned=True))
+        offsets = [item.offset for item in prompt.media(pruned=True)]
+        by_extent = PositionOptions(pruned_resume="max")
+        for is_pruned, options in ((True, PositionOptions()), (False, by_extent)):
+            wanted = recompute_positions(size, offsets, blocks, options)
+            table, delta = placed(found, size, offsets, blocks, is_pruned=is_pruned)
+            assert torch.equal(table, wanted.table_RN), seed
+            assert torch.equal(delta, wanted.delta), seed
 
 
 def test_linear_positions_count_up_and_nothing_is_pruned(family):
-    found, _, _ = family("minicpmv 2.5")
+    found, _, _ = family("minicpmv 4.5")
     assert found.prune is None
     made = found.positions({"num_tokens": torch.tensor(5)})
     wanted = initial_positions(range(5), [], PositionRule(kind="linear"))
