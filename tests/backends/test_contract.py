@@ -1,13 +1,22 @@
 """What holds for every backend: names, capabilities, calls that are checked before the library sees them."""
 
+from __future__ import annotations
+
+import errno
 import importlib.util
+import io
+import os
+import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
+from vlexport._build.export import export
 from vlexport.backends import (
     Capability,
     Engine,
@@ -15,6 +24,7 @@ from vlexport.backends import (
     Inside,
     Options,
     Runner,
+    _torch,
     backend_names,
     eager,
     find_backend,
@@ -22,6 +32,7 @@ from vlexport.backends import (
     require,
     torch_tensorrt,
 )
+from vlexport.checkpoint import Checkpoint
 from vlexport.errors import (
     BundleError,
     InputError,
@@ -30,6 +41,7 @@ from vlexport.errors import (
     RequestError,
     UnsupportedError,
 )
+from vlexport.recipe import recipe_for
 from vlexport.specs import Range, ShapeProfile, Symbol, TensorSpec
 
 ROWS = Symbol("rows")
@@ -41,8 +53,6 @@ SPEC = EngineSpec(
 
 
 class Recorder(Runner):
-    """A library that remembers what it was given."""
-
     def __init__(self):
         self.seen = []
         self.closed = 0
@@ -196,3 +206,91 @@ def test_a_closed_engine_gives_its_memory_back_once_and_refuses_to_run():
     assert library.closed == 1
     with pytest.raises(InputError, match="closed; open the bundle again"):
         engine.run(call(4))
+
+
+BACKENDS = [name for name in ("onnxruntime", "openvino") if find_backend(name).missing() is None]
+
+# Opens the engine, and prints which files and sockets outside of it the process holds then.
+OPEN = """
+import os, sys, time
+from contextlib import closing
+from pathlib import Path
+from vlexport.backends import EngineSpec, Folder, Options, find_backend
+from vlexport.specs import ShapeProfile
+
+# Opening needs the names of outputs only to run.
+spec = EngineSpec(inputs=(), outputs=(), profile=ShapeProfile("any", {}))
+with closing(find_backend(sys.argv[1]).open(Folder(Path(sys.argv[2])), spec, Options(threads=1))):
+    time.sleep(0.5)
+    held = {os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.exists()}
+print(sorted(path for path in held if "socket:" in path or path.startswith(sys.argv[3])))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BACKENDS)
+def test_opening_an_engine_reports_nothing_to_anybody(name: str, tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(write_tiny_qwen2_5_vl(tmp_path / "checkpoint", depth=1))
+    backend, engine, home = find_backend(name), tmp_path / "engine", tmp_path / "home"
+    engine.mkdir()
+    home.mkdir()
+    graph = export(recipe_for(checkpoint), checkpoint, dtype="float32", form=backend.form)
+    backend.build(graph, Options(), engine)
+    known = ("ORT_DISABLE_TELEMETRY", "CI", "TF_BUILD", "JENKINS_URL", "GITHUB_ACTIONS", "XDG_CACHE_HOME")
+    environment = {key: value for key, value in os.environ.items() if key not in known}
+    ran = subprocess.run(
+        [sys.executable, "-c", OPEN, name, str(engine), str(home)],
+        env={**environment, "HOME": str(home)},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ran.returncode, ran.stdout) == (0, "[]\n"), ran.stderr
+    assert sorted(path.name for path in home.rglob("*")) == []
+
+
+class Full(io.RawIOBase):
+    """A disk with room for so many bytes, which writes short before it is full."""
+
+    def __init__(self, room):
+        super().__init__()
+        self.held = bytearray()
+        self.room = room
+
+    def write(self, data):
+        taken = min(len(data), self.room - len(self.held), 1000)
+        if taken == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.held += data[:taken]
+        return taken
+
+
+@pytest.fixture(scope="module")
+def program():
+    return torch.export.export(torch.nn.Linear(64, 64), (torch.zeros(2, 64),))
+
+
+def saved(program, room):
+    file = Full(room)
+    sink = _torch._Sink(file)
+    torch.export.save(program, sink)
+    return sink, bytes(file.held)
+
+
+def test_what_is_written_is_what_torch_writes(program):
+    sink, held = saved(program, 10**9)
+    expected = io.BytesIO()
+    torch.export.save(program, expected)
+    given = torch.export.load(io.BytesIO(held)).module()(torch.ones(2, 64))
+    assert sink.failure is None
+    assert len(held) == len(expected.getvalue())
+    assert torch.equal(given, program.module()(torch.ones(2, 64)))
+
+
+def test_a_full_disk_neither_ends_the_process_nor_goes_unnoticed(program):
+    size = len(saved(program, 10**9)[1])
+    for room in (0, size // 10, size // 2, size - 1):
+        sink, held = saved(program, room)
+        assert isinstance(sink.failure, OSError)
+        assert (sink.failure.errno, len(held)) == (errno.ENOSPC, room)

@@ -7,10 +7,13 @@ import sys
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save
 
 from tests.backends.towers import (
     BuiltTower,
@@ -21,7 +24,7 @@ from tests.backends.towers import (
 )
 from tests.golden_towers import write_recorded_tower
 from vlexport._build.export import export
-from vlexport.backends import Options, find_backend
+from vlexport.backends import Options, find_backend, inductor
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import UnsupportedError
 from vlexport.recipe import recipe_for
@@ -106,11 +109,43 @@ def test_a_package_wants_the_torch_and_the_processor_it_was_built_for() -> None:
     assert here.torch == torch.__version__
 
 
-def test_building_without_a_compiler_is_refused_with_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_building_without_a_compiler_is_refused_with_what_to_install(monkeypatch, tmp_path):
     checkpoint = Checkpoint.open(sharp_checkpoint(tmp_path / "checkpoint", depth=1))
     graph = export(recipe_for(checkpoint), checkpoint)
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(UnsupportedError, match=r"found none: set CXX or install g\+\+"):
         find_backend("inductor").build(graph, Options(), tmp_path)
+
+
+WEIGHTS = {f"blocks.{index}.weight": torch.full((5 + index, 3), 1.0 + index) for index in range(4)}
+
+
+class Package:
+    """A package that keeps whatever it is given, as torch's does, and returns sums of it."""
+
+    def __init__(self) -> None:
+        self.kept: list[dict[str, torch.Tensor]] = []
+
+    def get_constant_fqns(self) -> list[str]:
+        return list(WEIGHTS)
+
+    def load_constants(self, given: dict[str, torch.Tensor], **_: bool) -> None:
+        self.kept.append(given)
+
+    def __call__(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: inputs["x"] * each.sum() for name, each in self.kept[-1].items()}
+
+
+def test_weights_at_zero_are_one_buffer_however_many_blocks_are_looked_at(monkeypatch):
+    package = Package()
+    monkeypatch.setattr(inductor, "_package", lambda _: package)
+    payloads: Any = SimpleNamespace(read=lambda _: save(WEIGHTS))
+    inside = inductor.BACKEND.inside(payloads)
+    assert inside.partly is not None
+    for index in range(len(WEIGHTS)):
+        kept = f"blocks.{index}.weight"
+        found = inside.partly({"x": torch.ones(1)}, kept.__ne__)
+        assert {name for name, value in found.items() if value != 0} == {kept}
+    places = {each.data_ptr() for given in package.kept for each in given.values()}
+    assert len(places) == len({each.data_ptr() for each in inside.weights.values()}) + 1
+    assert all(each.shape == WEIGHTS[name].shape for given in package.kept for name, each in given.items())

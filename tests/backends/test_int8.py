@@ -103,9 +103,7 @@ def test_it_is_another_smaller_bundle_named_so(backend: str, built: dict[tuple[s
 
 
 @pytest.mark.slow
-def test_onnxruntime_multiplies_integers_in_every_layer_of_the_blocks(
-    built: dict[tuple[str, str], Bundle],
-) -> None:
+def test_onnxruntime_multiplies_integers_in_every_layer_of_the_blocks(built):
     model = ir.load(built["onnxruntime", "int8"].path / "model.onnx")
     counts = Counter(node.op_type for node in model.graph)
     assert (counts["IntegerLinear"], counts["Gemm"]) == (20, 3)
@@ -128,9 +126,7 @@ def test_openvino_runs_integers_in_every_layer_of_the_blocks(built: dict[tuple[s
 
 
 @pytest.mark.slow
-def test_a_stored_bundle_is_checked_again_with_its_own_rounding(
-    built: dict[tuple[str, str], Bundle],
-) -> None:
+def test_a_stored_bundle_is_checked_again_with_its_own_rounding(built):
     report = check(built["onnxruntime", "int8"], layers=True)
     assert report.passed
     assert report.layers is not None
@@ -138,9 +134,7 @@ def test_a_stored_bundle_is_checked_again_with_its_own_rounding(
 
 
 @pytest.mark.slow
-def test_a_processor_without_the_instructions_refuses_build_and_bundle(
-    built: dict[tuple[str, str], Bundle], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_processor_without_the_instructions_refuses_build_and_bundle(built, monkeypatch):
     backend = find_backend("onnxruntime")
     bundle = built["onnxruntime", "int8"]
     monkeypatch.setattr(onnxruntime, "dot_products", list)

@@ -101,9 +101,7 @@ def test_a_first_call_of_one_patch_changes_no_later_one(backend: str, tmp_path: 
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="this system does not list mappings")
-def test_weights_are_mapped_from_a_file_without_a_name(
-    sharp: BuiltTower, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_are_mapped_from_a_file_without_a_name(sharp, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     spec = EngineSpec(inputs=(), outputs=(), profile=sharp.engine.spec.profile)
     runner = find_backend("openvino").open(Folder(sharp.files), spec, Options(threads=1))
@@ -114,9 +112,7 @@ def test_weights_are_mapped_from_a_file_without_a_name(
     runner.close()
 
 
-def test_a_folder_that_cannot_take_the_weights_is_named(
-    sharp: BuiltTower, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_take_the_weights_is_named(sharp, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
     spec = EngineSpec(inputs=(), outputs=(), profile=sharp.engine.spec.profile)
     with pytest.raises(ResourceError, match=r"private file.*absent.*set TMPDIR"):

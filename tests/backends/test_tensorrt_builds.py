@@ -14,6 +14,7 @@ from tests.parity.test_float16 import SPIKED, write_spikes
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport._build.export import export
 from vlexport._build.graph import Graph
+from vlexport._build.precision import measure_fp32_layers
 from vlexport.backends._tensorrt.backend import ENGINE, RECORD
 from vlexport.backends._tensorrt.messages import Record
 from vlexport.backends.tensorrt_rtx import BACKEND as RTX
@@ -98,9 +99,7 @@ def test_the_library_reports_how_much_memory_of_a_gpu_each_profile_takes(record:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm75", "sm80", "sm121"])
-def test_the_other_targets_are_served_too_the_oldest_in_float16_only(
-    graph: Graph, profiles, target: str, tmp_path: Path
-):
+def test_the_other_targets_are_served_too_the_oldest_in_float16_only(graph, profiles, target, tmp_path):
     if target == "sm75" and graph.dtype != "float16":
         with pytest.raises((MisfitError, UnsupportedError), match=r"(?s)no engine for sm75.*another dtype"):
             RTX.build(graph, RTX.options((target,), profiles), tmp_path)
@@ -250,3 +249,38 @@ def test_plan_is_within_a_third_of_what_is_built(tmp_path: Path, dtype: str, hid
         # Inputs are counted too, the patches by far the largest of them.
         rows, width = record.profiles[name]["patches"][2]
         assert calls[name] - 2 * rows * width == pytest.approx(taken, rel=0.3)
+
+
+RELEASED_DEPTH, FULL_BLOCKS = 32, 4
+# Widths of the language models that read the tokens.
+OUT = {"3B": 2048, "7B": 3584}
+MEMORY = 24 * 2**30
+
+
+@pytest.fixture(scope="module", params=list(OUT))
+def released(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    sizes = replace(THREE_BILLION, out=OUT[request.param], with_decoder=False)
+    folder = tmp_path_factory.mktemp("full") / request.param
+    return Checkpoint.open(str(write_checkpoint(folder, contents(sizes), seed=0)))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_tower_of_full_size_is_built_for_two_gpus_with_two_profiles(released, dtype, tmp_path):
+    known = RECIPE.profiles(RECIPE.read_config(released))
+    profiles = [known["image"], known["video"]]
+    fp32_layers = measure_fp32_layers(RECIPE, released, "padded") if dtype == "float16" else {}
+    graph = export(RECIPE, released, profile=profiles[0], dtype=dtype, form="padded", fp32_layers=fp32_layers)
+    RTX.build(graph, RTX.options(("sm89", "sm120"), profiles), tmp_path)
+    record = Record.from_json((tmp_path / RECORD).read_text())
+    gibibytes = (record.engine_bytes / 2**30, record.peak_bytes / 2**30)
+    print(f"{dtype}: {record.seconds:.0f} s, engine {gibibytes[0]:.2f} GiB, peak {gibibytes[1]:.1f} GiB")
+    assert fp32_layers == {}
+    assert [each for each in record.findings if each.wrong] == []
+    # Patches, five products of each block, two of the merger.
+    assert record.layers["MATRIX_MULTIPLY"] == {dtype: 1 + 5 * RELEASED_DEPTH + 2}
+    # One for each block with windows, one for each shelf of a full block.
+    assert record.layers["ATTENTION_OUTPUT"] == {dtype: RELEASED_DEPTH - FULL_BLOCKS + 3 * FULL_BLOCKS}
+    assert set(record.attention.values()) == {"fused"}
+    assert (tmp_path / ENGINE).stat().st_size == record.engine_bytes
+    assert record.peak_bytes < MEMORY

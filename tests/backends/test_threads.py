@@ -49,10 +49,7 @@ def captured_on_cpu(checkpoint: Path, out: Path) -> tuple[Engine, Prepare]:
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
-def opened(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Engine, list[Mapping[str, Tensor]]]:
-    """An engine, and calls of many sizes for it."""
+def opened(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("threads")
     checkpoint = sharp_checkpoint(folder / "checkpoint", depth=2)
     if request.param.startswith("cudagraphs"):
@@ -79,9 +76,7 @@ def opened(
 
 
 @pytest.mark.parametrize("count", [64, pytest.param(400, marks=pytest.mark.slow)])
-def test_eight_threads_get_what_one_gets(
-    opened: tuple[Engine, list[Mapping[str, Tensor]]], count: int
-) -> None:
+def test_eight_threads_get_what_one_gets(opened, count):
     engine, calls = opened
     expected = [engine.run(each)["embeds"].clone() for each in calls]
     order = [random.Random(3 + number).randrange(len(calls)) for number in range(count)]

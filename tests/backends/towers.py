@@ -29,8 +29,6 @@ NATIVE = pytest.mark.skipif(UNABLE is not None, reason=str(UNABLE))
 
 @dataclass
 class BuiltTower:
-    """An engine, and what it was built from."""
-
     checkpoint: Checkpoint
     recipe: Recipe[Any]
     engine: Engine

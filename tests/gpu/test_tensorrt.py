@@ -163,9 +163,7 @@ def test_an_engine_for_another_gpu_is_refused_by_its_manifest(checkpoint: Checkp
         open_engine(made.bundle, allow_failed=True)
 
 
-def test_whether_an_engine_for_rtx_runs_on_a_gpu_of_the_data_centre(
-    checkpoint: Checkpoint, tmp_path: Path, record_property
-) -> None:
+def test_whether_an_engine_for_rtx_runs_on_a_gpu_of_the_data_centre(checkpoint, tmp_path, record_property):
     """The library names no target for sm90. Whatever it answers is recorded; it may not crash or lie."""
     if device_here() != "sm90" or not torch.cuda.is_available():
         pytest.skip(f"needs an sm90 GPU; this machine has {device_here()}")

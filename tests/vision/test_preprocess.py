@@ -1,8 +1,14 @@
-"""Frames to rows of patches: against recorded pixel values, against transformers' processor, and by hand."""
+"""Frames to rows of patches: recorded pixels, transformers' processor, bounds in cells, bytes bit for bit."""
+
+from __future__ import annotations
 
 import dataclasses
 import json
+import random
+import shutil
 import warnings
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,12 +16,21 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from torch import nn
 
 from tests.golden_data import FOLDER
-from vlexport.errors import CheckpointError, InputError, LimitError
-from vlexport.specs import Pixels
+from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
+from vlexport.checkpoint import Checkpoint
+from vlexport.errors import InputError, LimitError
+from vlexport.parity.pixels import OfBytes
+from vlexport.recipe import Recipe, find_recipe
+from vlexport.specs import MediaItem, Pixels
 from vlexport.vision.preprocess import (
+    MAX_ASPECT,
+    ResizeRule,
     check_patches,
+    least_cells,
+    most_cells,
     patch_rule,
     resample,
     resample_in_floats,
@@ -126,12 +141,6 @@ def test_pixels_of_another_form_are_refused(pixels, words):
         to_patches(RULE, pixels)
 
 
-@pytest.mark.parametrize("rate", [0.0, -1.0, float("nan")])
-def test_a_rate_that_is_none_is_refused(rate):
-    with pytest.raises(InputError, match="frames per second"):
-        Pixels(kind="video", frames=noise(2, 28, 28, 3), frames_per_second=rate)
-
-
 def test_a_checkpoint_that_does_not_resize_refuses_other_sizes():
     with pytest.raises(InputError, match=r"56x30 pixels: this checkpoint does not resize, multiples of 28"):
         to_patches(changed(do_resize=False), image(30, 56))
@@ -148,22 +157,123 @@ def test_items_that_contradict_their_grid_or_kind_are_refused():
         check_patches([dataclasses.replace(item, kind="image")], RULE.row_width)
 
 
-def test_settings_that_contradict_the_tower_or_themselves_are_refused():
-    for settings, words in (
-        ({"patch_size": 16}, "patch_size 16 given, but the tower has 14"),
-        ({"resample": 1}, "resample 1 given"),
-        ({"image_mean": [0.5]}, "three values each"),
-        ({"image_std": None}, "three values each"),
-        ({"size": {"shortest_edge": 100, "longest_edge": 50}}, "0 < min <= max"),
-    ):
-        with pytest.raises(CheckpointError, match=words):
-            changed(**settings)
-    with pytest.raises(CheckpointError, match="one way for both"):
-        patch_rule(SETTINGS, {**SETTINGS, "image_mean": [0.0, 0.0, 0.0]}, patch=14, merge=2, temporal=2)
-
-
 def test_pixels_read_only_to_numpy_give_no_warning():
     array = np.zeros((1, 28, 28, 3), np.uint8)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         to_patches(RULE, Pixels(kind="image", frames=torch.from_numpy(array)))
+
+
+WIDE_OPEN = ResizeRule(min_pixels=1, max_pixels=2**40)
+RULES = (
+    WIDE_OPEN,
+    ResizeRule(min_pixels=56 * 56, max_pixels=28 * 28 * 1280),
+    ResizeRule(min_pixels=128 * 28 * 28, max_pixels=28 * 28 * 768),
+    ResizeRule(min_pixels=900, max_pixels=3000),
+)
+
+
+def cells_of(rule: ResizeRule, height: int, width: int, cell: int) -> int:
+    rows, columns = target_size(height, width, cell, rule.min_pixels, rule.max_pixels)
+    return rows * columns // cell**2
+
+
+def every_frame(least: int, most: int) -> list[tuple[int, int]]:
+    return [
+        (height, width)
+        for height in range(1, most + 1)
+        for width in range(max(height, -(-least // height)), min(most // height, MAX_ASPECT * height) + 1)
+    ]
+
+
+PIXELS = (1, 200, 1000, 4097)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_no_frame_of_so_many_pixels_has_more_or_fewer_cells(rule):
+    for pixels in PIXELS:
+        small, large = every_frame(1, pixels), every_frame(pixels, 2 * pixels + 50)
+        assert max(cells_of(rule, *frame, 8) for frame in small) <= most_cells(rule, pixels, 8), pixels
+        assert min(cells_of(rule, *frame, 8) for frame in large) >= least_cells(rule, pixels, 8), pixels
+
+
+def test_where_the_rule_leaves_the_area_alone_the_bound_is_reached():
+    for pixels in (64, *PIXELS[1:]):
+        found = max(cells_of(WIDE_OPEN, *frame, 8) for frame in every_frame(1, pixels))
+        assert found == most_cells(WIDE_OPEN, pixels, 8), pixels
+
+
+def test_it_holds_for_large_frames_too():
+    source = random.Random(0)
+    for _ in range(3000):
+        rule, cell = source.choice(RULES[:3]), source.choice([14, 28])
+        height = source.randint(1, 3000)
+        width = source.randint(max(1, -(-height // MAX_ASPECT)), min(3000, MAX_ASPECT * height))
+        found, area = cells_of(rule, height, width, cell), height * width
+        assert least_cells(rule, area, cell) <= found <= most_cells(rule, area, cell)
+
+
+def test_a_rule_that_never_resizes_counts_whole_cells():
+    rule = ResizeRule(min_pixels=1, max_pixels=1, resize=False)
+    assert (least_cells(rule, 1000, 8), most_cells(rule, 1000, 8)) == (16, 15)
+
+
+CHANGES: tuple[dict[str, Any], ...] = (
+    {},
+    {"do_rescale": False},
+    {"do_normalize": False},
+    {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.3, 0.2], "rescale_factor": 1 / 127},
+)
+
+
+def all_levels(side: int) -> Pixels:
+    """An image in which each channel has every level somewhere, in another order."""
+    places = torch.arange(side * side)
+    channels = [places % 256, (places * 7 + 3) % 256, (places * 31 + 90) % 256]
+    return Pixels(kind="image", frames=torch.stack(channels, -1).to(torch.uint8).reshape(1, side, side, 3))
+
+
+def assert_same_pixels(recipe: Recipe, checkpoint: Checkpoint, side: int) -> None:
+    known, config = recipe.read_config(checkpoint), recipe.read_config(checkpoint, "uint8")
+    image = all_levels(side)
+    pixels, item = recipe.preprocess(known, image), recipe.preprocess(config, image)
+    levels = recipe.packing(config).levels
+    assert levels is not None
+    assert (item.patches.dtype, item.grid) == (torch.uint8, pixels.grid)
+    for channel in item.patches.chunk(3, dim=1):
+        assert len(channel.unique()) == 256
+    assert torch.equal(levels.pixels(item.patches), pixels.patches)
+    assert_same_reference(checkpoint, item, pixels.patches)
+    assert torch.equal(levels.bytes_of(pixels.patches), item.patches)
+
+
+def assert_same_reference(checkpoint: Checkpoint, item: MediaItem, pixels: torch.Tensor) -> None:
+    """What the gate makes of the files by itself is within rounding of what the recipe read from them."""
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        given: Any = SimpleNamespace(
+            module=nn.Linear(1, 1, dtype=dtype), run=lambda items: {"embeds": items[0].patches}
+        )
+        found = OfBytes(given, checkpoint).run([item])["embeds"]
+        assert found.dtype == dtype
+        step = 2 * torch.finfo(dtype).eps + 1e-6
+        assert torch.allclose(found.float(), pixels, rtol=step, atol=step)
+
+
+def test_towers_of_grids_see_what_the_host_would_have_given(tmp_path, subtests):
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(E2E / "checkpoint" / name, tmp_path)
+    settings = json.loads((E2E / "checkpoint" / "preprocessor_config.json").read_text())
+    for change in CHANGES:
+        with subtests.test(str(change)):
+            text = json.dumps({**settings, **change})
+            (tmp_path / "preprocessor_config.json").write_text(text)
+            assert_same_pixels(find_recipe("qwen2_5_vl"), Checkpoint.open(tmp_path), 112)
+
+
+def test_towers_of_slices_see_what_the_host_would_have_given(tmp_path, subtests):
+    tiny = Tiny(version="4.5", depth=1, drop_last=False, with_decoder=False)
+    path = write_tiny_minicpmv(tmp_path / "tiny", tiny)
+    for settings in ({"norm_mean": [0.1, 0.2, 0.3], "norm_std": [0.4, 0.3, 0.2]}, {}):
+        with subtests.test(str(settings)):
+            (path / "preprocessor_config.json").write_text(json.dumps({**settings, "scale_resolution": 112}))
+            assert_same_pixels(find_recipe("minicpmv"), Checkpoint.open(path), 112)

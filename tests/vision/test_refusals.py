@@ -52,8 +52,9 @@ def processor(**image: object) -> object:
     return patch_rule(image, {}, patch=14, merge=2, temporal=2)
 
 
-def frames(*seconds: float) -> object:
-    return Pixels(kind="video", frames=torch.zeros(2, 1, 1, 3, dtype=torch.uint8), seconds=seconds)
+def frames(*seconds: float, rate: float | None = None) -> object:
+    blank = torch.zeros(2, 1, 1, 3, dtype=torch.uint8)
+    return Pixels(kind="video", frames=blank, seconds=seconds, frames_per_second=rate)
 
 
 def refilled(used: int, padding: Any = "zero") -> object:
@@ -106,13 +107,17 @@ TABLE: dict[str, tuple[Callable[[], object], list[tuple[Callable[[], object], ty
                         {"resample": 2}, {"do_normalize": False}, {"do_rescale": False})),
          *((partial(processor, **each), CheckpointError, "but the tower has")
            for each in ({"patch_size": 16}, {"merge_size": 3}, {"temporal_patch_size": 1})),
-         (lambda: processor(image_mean=[0.5] * 2), CheckpointError, "three values each"),
+         *((partial(processor, **each), CheckpointError, "three values each")
+           for each in ({"image_mean": [0.5] * 2}, {"image_std": None})),
+         (lambda: processor(size={"shortest_edge": 100, "longest_edge": 50}), CheckpointError, "min <= max"),
          (lambda: processor(resample=1), CheckpointError, "bicubic")],
     ),
     "times of frames": (
         lambda: (frames(), frames(0.0, 1.0)),
-        [(partial(frames, *each), InputError, "seconds of frames")
-         for each in ((0.0,), (0.0, 1.0, 2.0), (0.0, -1.0), (0.0, float("nan")), (0.0, float("inf")))],
+        [*((partial(frames, *each), InputError, "seconds of frames")
+           for each in ((0.0,), (0.0, 1.0, 2.0), (0.0, -1.0), (0.0, float("nan")), (0.0, float("inf")))),
+         *((partial(frames, rate=each), InputError, "frames per second")
+           for each in (0.0, -1.0, float("nan")))],
     ),
     "shapes of inputs": (
         lambda: sizes(8, 6, second=2),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,9 @@ import torch
 from tests.backends.towers import NATIVE, BuiltTower, build_tower, errors, random_calls
 from tests.golden_towers import write_recorded_tower
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
+from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport.backends import Folder, Options, find_backend, inside_of, require
+from vlexport.backends.tensorrt_rtx import BACKEND as RTX
 from vlexport.errors import UnsupportedError
 from vlexport.parity.noise import in_dtype
 from vlexport.parity.samples import random_items
@@ -71,9 +75,7 @@ def test_others_refuse_it_and_name_who_serves_it() -> None:
 
 
 @OPENVINO
-def test_openvino_refuses_it_where_the_processor_does_not_multiply_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_openvino_refuses_it_where_the_processor_does_not_multiply_it(monkeypatch):
     backend, half = find_backend("openvino"), Precision(dtype="bfloat16")
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
     assert require(backend, "bfloat16").dtype == "bfloat16"
@@ -121,3 +123,46 @@ def test_openvino_gives_the_same_after_a_first_call_of_one_row(tmp_path: Path) -
         config = tower.recipe.read_config(tower.checkpoint)
         found.append([tower.tokens(random_items(tower.recipe, config, call, seed=0)) for call in order])
     assert all(torch.equal(one, other) for one, other in zip(found[0][1:], found[1], strict=True))
+
+
+building = importlib.import_module("vlexport._build.build")
+BACKENDS = ("onnxruntime", *(pytest.param(name, marks=pytest.mark.slow) for name in ("openvino", "inductor")))
+CALL = [("image", (1, 6, 8)), ("video", (2, 4, 4)), ("image", (1, 2, 2))]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("bytes") / "tiny", depth=1, with_decoder=False)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bytes_and_the_pixels_that_they_are_have_the_same_tokens(checkpoint, backend, tmp_path):
+    tower = build_tower(checkpoint, backend, tmp_path / "engine", input_dtype="uint8")
+    config = tower.recipe.read_config(tower.checkpoint, "uint8")
+    levels = tower.recipe.packing(config).levels
+    assert levels is not None
+    items = random_items(tower.recipe, config, CALL, seed=0)
+    pixels = [replace(item, patches=levels.pixels(item.patches)) for item in items]
+    assert max(errors(tower.tokens(items), tower.reference(pixels))) < 1e-5
+    tower.engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(RTX.missing() is not None, reason=str(RTX.missing()))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_network_of_tensorrt_reads_bytes(checkpoint: Path, dtype: str, tmp_path: Path) -> None:
+    spec = building.request(
+        str(checkpoint),
+        backend="tensorrt_rtx",
+        dtype=dtype,
+        input_dtype="uint8",
+        profile="thumbnail",
+        targets=("sm89",),
+        into=tmp_path,
+    )
+    built = building.build_checkpoint(spec)
+    rows = built.bundle.verdict.table["rows"]
+    assert (built.bundle.verdict.status, built.bundle.manifest.input_dtype) == ("not_run", "uint8")
+    assert {row["verdict"] for row in rows} <= {"passed", "not_run", "observed"}
+    # The parsed network has the inputs of the program, dtype by dtype.
+    assert "network: inputs" in {row["check"] for row in rows}
