@@ -111,6 +111,12 @@ def truths(subject_of):
 LIMIT = Limit(relative_l2=1e-5, worst_token=5e-5, origin="measured")
 
 
+@pytest.mark.thirty("results that are none", 1)
+def test_an_engine_that_is_the_reference_is_blocked(truths):
+    copied = {name: tensor.clone() for name, tensor in truths[1].of["mix"].narrow.items()}
+    assert rows_for(truths, copied).status == "blocked"
+
+
 def test_the_limit_follows_the_references_own_rounding_upwards_only(truths):
     wide = truths[1].of["mix"]
     noise = wide.floor["embeds"].relative_l2
