@@ -18,6 +18,7 @@ from vlexport.parity.canary import CANARY
 from vlexport.parity.check import Checker, run_checks
 from vlexport.parity.limits import Answer, structure_rows
 from vlexport.parity.reference import DEEP, run_reference
+from vlexport.parity.report import ParityReport
 from vlexport.parity.samples import Sample, SampleRules, random_items, samples
 from vlexport.recipe import Limit
 from vlexport.specs import Range, ShapeProfile, Symbol
@@ -111,6 +112,12 @@ def truths(subject_of):
 LIMIT = Limit(relative_l2=1e-5, worst_token=5e-5, origin="measured")
 
 
+def rows_for(truths, outputs):
+    sample, known = truths
+    answer = Answer(sample="mix", digest=sample.digest(), outputs=outputs)
+    return ParityReport(rows=tuple(structure_rows([answer], known, LIMIT)), required=("L1",))
+
+
 @pytest.mark.thirty("results that are none", 1)
 def test_an_engine_that_is_the_reference_is_blocked(truths):
     copied = {name: tensor.clone() for name, tensor in truths[1].of["mix"].narrow.items()}
@@ -120,9 +127,7 @@ def test_an_engine_that_is_the_reference_is_blocked(truths):
 def test_the_limit_follows_the_references_own_rounding_upwards_only(truths):
     wide = truths[1].of["mix"]
     noise = wide.floor["embeds"].relative_l2
-    sample, known = truths
-    answer = Answer(sample="mix", digest=sample.digest(), outputs={"embeds": wide.outputs["embeds"].float()})
-    (row,) = structure_rows([answer], known, LIMIT)
+    row = rows_for(truths, {"embeds": wide.outputs["embeds"].float()}).rows[0]
     assert row.limits["relative_l2"] == max(1e-5, 5 * noise)
     assert row.verdict == "passed"
 
