@@ -153,36 +153,6 @@ def test_a_bundle_passes_and_encodes_a_mix_that_was_not_traced(model_type, tmp_p
     assert found["exports"], found
 
 
-@pytest.mark.slow
-def test_a_picture_goes_from_the_shell_to_the_rows_of_transformers(tmp_path):
-    """The picture has the size of the tower, so that no resize comes between the two."""
-    folder = write_checkpoint("paligemma", tmp_path / "tiny")
-    checkpoint = Checkpoint.open(folder)
-    config = recipe_for(checkpoint).read_config(checkpoint)
-    side = config.rule.side
-    levels = torch.randint(0, 256, (side, side, 3), generator=torch.Generator().manual_seed(0)).to(
-        torch.uint8
-    )
-    Image.fromarray(levels.numpy()).save(tmp_path / "picture.png")
-    built = vlexport("build", folder, "--backend", "eager", "--output-dir", tmp_path / "engines")
-    assert built.code == 0, built.err
-    bundle, out = built.lines[-1], tmp_path / "rows.safetensors"
-    done = vlexport("encode", bundle, "--image", tmp_path / "picture.png", "--output", out)
-    assert done.code == 0, done.err
-    mean, std = (torch.tensor(PIXELS[name])[:, None, None] for name in ("image_mean", "image_std"))
-    pixels = ((levels.permute(2, 0, 1) / 255 - mean) / std)[None]
-    model: Any = recipe_for(checkpoint).reference(checkpoint).module
-    with torch.inference_mode():
-        wanted = model.get_image_features(pixels).pooler_output.flatten(0, 1)
-    (rows,) = (each for name, each in load_file(out).items() if each.shape == wanted.shape)
-    assert error(rows, wanted) < NEAR
-    refused = vlexport(
-        "run", bundle, "--decoder", folder, "--image", tmp_path / "picture.png", "--prompt", "What?"
-    )
-    assert refused.code == 2
-    assert "declares no language model. Use `encode` and your own decoder." in refused.err
-
-
 def picture(height: int, width: int) -> Pixels:
     y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
     bands = (127 + 120 * torch.sin(x / 9 + y / 14), 255 * x / width, 255 * y / height)
@@ -359,36 +329,45 @@ def test_what_a_processor_does_that_no_tower_takes_is_refused_with_the_way_round
         to_item(image_rule(kept, 32, 8), "nested", (kept, None), picture(40, 64))
 
 
+# The first has the picture that its tower takes, the others have tiles of one.
 @pytest.mark.slow
-@pytest.mark.parametrize(("model_type", "name"), [("smolvlm", "smolvlm"), ("llava_next", "llava_next")])
-def test_a_bundle_gives_a_row_for_each_token_that_the_models_processor_makes(model_type, name, tmp_path):
+@pytest.mark.parametrize("model_type", ["paligemma", "smolvlm", "llava_next"])
+def test_a_picture_goes_from_the_shell_to_the_rows_of_transformers(model_type, tmp_path):
     folder = write_checkpoint(model_type, tmp_path / "tiny")
-    kind, settings = PROCESSORS[name]
     side = first(
         vision_model(model_type, json.loads((folder / "config.json").read_text()), "eager", meta=True),
         "image_size",
     )
-    settings = json.loads(json.dumps(settings).replace("32", str(side)).replace("64", str(2 * side)))
-    file = {"image_processor_type": f"{kind}ImageProcessor", **settings}
-    (folder / "preprocessor_config.json").write_text(json.dumps(file))
-    Image.fromarray(picture(90, 140).frames[0].numpy()).save(tmp_path / "picture.png")
+    shown, alone = picture(side, side), dict[str, Any]()
+    if model_type == "paligemma":
+        mean, std = (torch.tensor(PIXELS[name])[:, None, None] for name in ("image_mean", "image_std"))
+        images = ((shown.frames[0].permute(2, 0, 1) / 255 - mean) / std)[None]
+    else:
+        shown, (kind, settings) = picture(90, 140), PROCESSORS[model_type]
+        settings = json.loads(json.dumps(settings).replace("32", str(side)).replace("64", str(2 * side)))
+        file = {"image_processor_type": f"{kind}ImageProcessor", **settings}
+        (folder / "preprocessor_config.json").write_text(json.dumps(file))
+        images = theirs(kind, settings, shown)["pixel_values"].flatten(0, -4)
+        assert images.shape[0] > 4
+        # All tiles as one: classes join them by the size of the picture, which is the decoder's part.
+        alone = {} if model_type == "smolvlm" else {"image_sizes": []}
+        images = images if alone else images[None]
+    Image.fromarray(shown.frames[0].numpy()).save(tmp_path / "picture.png")
     built = vlexport("build", folder, "--backend", "eager", "--output-dir", tmp_path / "engines")
     assert built.code == 0, built.err
-    out = tmp_path / "rows.safetensors"
-    done = vlexport("encode", built.lines[-1], "--image", tmp_path / "picture.png", "--output", out)
+    bundle, out = built.lines[-1], tmp_path / "rows.safetensors"
+    done = vlexport("encode", bundle, "--image", tmp_path / "picture.png", "--output", out)
     assert done.code == 0, done.err
     (rows,) = (each for key, each in load_file(out).items() if key.endswith(".embeds"))
     checkpoint = Checkpoint.open(folder)
     model: Any = recipe_for(checkpoint).reference(checkpoint).module
-    images = theirs(kind, settings, picture(90, 140))["pixel_values"]
-    # All tiles as one: classes join them by the size of the picture, which is the decoder's part.
-    alone: dict[str, Any] = {} if model_type == "smolvlm" else {"image_sizes": []}
     with torch.inference_mode(), UncutRows():
-        found = model.get_image_features(images.flatten(0, -4)[None] if not alone else images[0], **alone)
-    rows_of = found.pooler_output
-    wanted = torch.cat([each.flatten(0, -2) for each in rows_of])
-    assert images.flatten(0, -4).shape[0] > 4
-    assert error(rows, wanted) < NEAR
+        parts = model.get_image_features(images, **alone).pooler_output
+    assert error(rows, torch.cat([each.flatten(0, -2) for each in parts])) < NEAR
+    question = ("--image", tmp_path / "picture.png", "--prompt", "What?")
+    refused = vlexport("run", bundle, "--decoder", folder, *question)
+    assert refused.code == 2
+    assert "declares no language model. Use `encode` and your own decoder." in refused.err
 
 
 def test_the_list_of_classes_shows_which_export_and_why_others_fail():
