@@ -245,10 +245,12 @@ class Sliced:
         return call
 
 
-def sliced_calls(made: Callable[[Grids], list[MediaItem]]) -> Calls:
-    """Calls of the buckets' symbols; `made` takes grids in patches."""
-    of = Sliced(made)
+def sliced_calls(tower: BuiltTower) -> Calls:
+    """Calls of slices and their buckets."""
+    of = Sliced(partial(sliced_items, tower))
     return {
+        "patches": sliced_patches(tower),
+        "groups": sliced_groups(tower),
         "slices_a": of.slices((), 2),
         "slices_b": of.slices((2,), 1),
         "slices_c": of.slices((3, 2), 1),
@@ -345,28 +347,26 @@ class Family:
 
 
 def family(name: str, backend: str, folder: Path) -> Family:
-    return {"packed": packed_family, "sliced": sliced_family}[name](backend, folder)
-
-
-def packed_family(backend: str, folder: Path) -> Family:
-    checkpoint = sharp_checkpoint(folder / "checkpoint", depth=2)
-    limit_frames(checkpoint / "preprocessor_config.json", 2**15)
+    if name == "packed":
+        checkpoint = sharp_checkpoint(folder / "checkpoint", depth=2)
+        limit_frames(checkpoint / "preprocessor_config.json", 2**15)
+    else:
+        tiny = Tiny(version="4.5", with_decoder=False)
+        checkpoint = write_tiny_minicpmv(folder / "checkpoint", tiny)
     tower = build_tower(checkpoint, backend, folder / "engine")
-    return with_profiles(tower, {"grouped": packed_runs, "padded": packed_calls}[tower.form](tower))
-
-
-def sliced_family(backend: str, folder: Path) -> Family:
-    tiny = Tiny(version="4.5", with_decoder=False)
-    tower = build_tower(write_tiny_minicpmv(folder / "checkpoint", tiny), backend, folder / "engine")
-    return with_profiles(tower, {"grouped": sliced_runs, "padded": sliced_rows}[tower.form](tower))
-
-
-def with_profiles(tower: BuiltTower, calls: Calls) -> Family:
+    calls = {
+        "packed": {"grouped": packed_runs, "padded": packed_calls},
+        "sliced": {"grouped": sliced_runs, "padded": sliced_calls},
+    }[name][tower.form]
     config = tower.recipe.read_config(tower.checkpoint)
-    custom = {name: tower.recipe.packing(config).profile(name, each) for name, each in CUSTOM.items()}
-    reaches = REACHES if tower.form == "padded" else {}
-    profiles = {**tower.recipe.profiles(config), **custom}
-    return Family(tower=tower, profiles=profiles, calls=calls, reaches=reaches)
+    packing = tower.recipe.packing(config)
+    custom = {name: packing.profile(name, bounds) for name, bounds in CUSTOM.items()}
+    return Family(
+        tower=tower,
+        profiles={**tower.recipe.profiles(config), **custom},
+        calls=calls(tower),
+        reaches=REACHES if tower.form == "padded" else {},
+    )
 
 
 def packed_items(tower: BuiltTower, grids: Sequence[Sequence[int]]) -> list[MediaItem]:
@@ -483,11 +483,6 @@ def sliced_runs(tower: BuiltTower) -> Calls:
         "slice_runs": slice_runs,
         "group_runs": group_runs,
     }
-
-
-def sliced_rows(tower: BuiltTower) -> Calls:
-    common = {"patches": sliced_patches(tower), "groups": sliced_groups(tower)}
-    return {**common, **sliced_calls(partial(sliced_items, tower))}
 
 
 # parity.md 5, float32.

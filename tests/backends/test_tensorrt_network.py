@@ -113,30 +113,26 @@ def dead_end(model: onnx.ModelProto) -> None:
     model.graph.node.append(node)
 
 
+FAULTS = {
+    "wide product": (
+        typed("Gemm", WIDE, HALF),
+        r"matrix products: bfloat16 12, float32 1 found, bfloat16 13 expected",
+    ),
+    "narrow norm": (narrow_norm, r"norm statistics: bfloat16 1, float32 4 found, float32 5 expected"),
+    "narrow angles": (typed("Cos", HALF, WIDE), r"angles: bfloat16 1, float32 1 found, float32 2 expected"),
+    "wide activation": (
+        typed("Gelu", WIDE, HALF),
+        r"activations: bfloat16 2, float32 1 found, bfloat16 3 expected",
+    ),
+    "wide attention": (typed("Attention", WIDE, HALF), r"fused attention"),
+    "cast pair": (rounded, r"casts there and back: 1 pairs, at most 0 expected"),
+    "dead end": (dead_end, r"inputs read: no output hangs on frame_counts_b"),
+    "another table": (another_table, r"inputs read: no output hangs on frame_counts_b"),
+}
+
+
 @real
-@pytest.mark.parametrize(
-    ("fault", "reason"),
-    [
-        (typed("Gemm", WIDE, HALF), r"matrix products: bfloat16 12, float32 1 found, bfloat16 13 expected"),
-        (narrow_norm, r"norm statistics: bfloat16 1, float32 4 found, float32 5 expected"),
-        (typed("Cos", HALF, WIDE), r"angles: bfloat16 1, float32 1 found, float32 2 expected"),
-        (typed("Gelu", WIDE, HALF), r"activations: bfloat16 2, float32 1 found, bfloat16 3 expected"),
-        (typed("Attention", WIDE, HALF), r"fused attention"),
-        (rounded, r"casts there and back: 1 pairs, at most 0 expected"),
-        (dead_end, r"inputs read: no output hangs on frame_counts_b"),
-        (another_table, r"inputs read: no output hangs on frame_counts_b"),
-    ],
-    ids=[
-        "wide product",
-        "narrow norm",
-        "narrow angles",
-        "wide activation",
-        "wide attention",
-        "cast pair",
-        "dead end",
-        "another table",
-    ],
-)
+@pytest.mark.parametrize(("fault", "reason"), FAULTS.values(), ids=FAULTS)
 def test_what_the_program_does_not_do_stops_the_build(job: Job, tmp_path: Path, fault, reason: str):
     with pytest.raises(UnsupportedError, match=reason):
         build(planted(job, tmp_path, fault), tmp_path)
