@@ -302,9 +302,17 @@ def _workers(count: int, first: Bug, folder: Path) -> Iterator[SimpleQueue[Worke
 
 
 def seen_by(page: Path) -> dict[str, str]:
-    """Return who saw each bug the last time, from the table that was written."""
+    """Return who saw each bug the last time, from the table; tests that are gone saw none."""
     rows = re.findall(r"^\* `(.+)`.*?: (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    return {bug: judge for judge, bugs in rows for bug in bugs.split("; ")}
+    return {bug: judge for judge, bugs in rows if _is_there(judge) for bug in bugs.split("; ")}
+
+
+def _is_there(judge: str) -> bool:
+    file, _, test = judge.partition("::")
+    path = TESTS / file
+    return not test or (
+        path.is_file() and f"def {test.partition('[')[0]}(" in path.read_text(encoding="utf-8")
+    )
 
 
 def as_markdown(outcomes: Sequence[Outcome]) -> str:

@@ -107,8 +107,9 @@ def test_a_patch_without_effect_is_listed_and_not_counted():
 def test_the_written_table_says_who_saw_a_bug_the_last_time(tmp_path):
     path = tmp_path / "page.md"
     seen = [replace(outcome(kind, "L0", "L1"), judge="eager") for kind in ("kept: x", "tables")]
-    test = "reference/test_x.py::test_y[a: b]"
-    page = as_markdown([*seen, replace(outcome("words", "tests"), judge=test), outcome("masks")])
+    test = "mutation/test_mutants.py::test_what_saw_a_bug_is_tried_on_the_right_library[a: b]"
+    gone = [replace(outcome(name, "tests"), judge=f"{name}.py::test_y") for name in ("rows", "target")]
+    page = as_markdown([*seen, replace(outcome("words", "tests"), judge=test), *gone, outcome("masks")])
     path.write_text(page, encoding="utf-8")
     assert "\n* `eager` L0 L1: kept: x; tables\n" in page
     assert seen_by(path) == {"kept: x": "eager", "tables": "eager", "words": test}
