@@ -99,6 +99,24 @@ def _use(tree: Tree, name: str, bundle: Path, source: Path, folder: Path) -> Non
     tree.run(f"run pruned {name}", *answer, "--prune", "0.5", "--json")
     tree.run(f"compare {name}", "compare", bundle, bundle, "--json")
     tree.run(f"export-inputs {name}", "export-inputs", bundle, "--output-dir", f"{out}.inputs", "--json")
+    if name == f"{RECIPES[0]} onnxruntime":
+        _share(tree, name, bundle, source, folder)
+
+
+def _share(tree: Tree, name: str, bundle: Path, source: Path, folder: Path) -> None:
+    """Run the verbs that do the same for every bundle."""
+    graph, out = bundle / "model.onnx", tree.folder / "shared"
+    video = ("--video", folder / "video.npy", "--fps", "2")
+    tree.run(f"bench {name}", "bench", bundle, "--rounds", "3", "--size", "56x84", "--json")
+    tree.run(f"sweep {name}", "sweep", bundle, "--decoder", source, *video, "--rates", "0,0.5", "--json")
+    tree.run(f"report {name}", "report", bundle, "--output", f"{out}.html", "--json")
+    tree.run(f"diff {name}", "diff", graph, graph, "--json")
+    tree.run(f"repro {name}", "repro", bundle, "--output", f"{out}.zip", "--json")
+    tree.run(f"push {name}", "push", bundle, f"{out}.shared", "--json")
+    tree.run(f"pull {name}", "pull", f"{out}.shared", "--output-dir", f"{out}.pulled", "--json")
+    tree.run(f"trusted {name}", "verify", bundle, "--trust", "0" * 64, "--json")
+    tree.run("completion", "completion", "bash")
+    tree.run("cache prune", "cache", "prune", "--dry-run", "--json")
 
 
 def _sums(path: Path) -> Mapping[str, object]:

@@ -4,7 +4,8 @@
 vision tower of Qwen2.5-VL 3B, builds and checks it with both trees in turn (`onnxruntime`, float32), with
 empty caches and once more, then encodes 448x448 images from both bundles in turn. A call of the tower is half
 of what two images more take; files are in the page cache. What an encode takes beyond its call and reading is
-opening.
+opening. `--calls` measures calls of every backend instead, four blocks of width 1280, in processes that take
+turns; then `import vlexport`, `--help`, and build and check of a tiny checkpoint.
 """
 
 from __future__ import annotations
@@ -29,6 +30,25 @@ from benchmarks.tables import markdown, write_between
 BEGIN, END = "<!-- measured, written by `python -m benchmarks.opening` -->", "<!-- end of measured -->"
 MAIN = "import sys; from vlexport.cli import main; sys.exit(main())"
 INTO, OUT = "--output-dir", "--output"
+BACKENDS = {
+    "eager": ("float32", "bfloat16"),
+    "inductor": ("float32", "bfloat16"),
+    "onnxruntime": ("float32", "int8"),
+    "openvino": ("float32", "bfloat16", "int8"),
+}
+# Encodes an image for each line that it reads, another one each time, and answers with the seconds.
+CALLER = """
+import sys, time
+import numpy as np
+import vlexport
+draw = np.random.default_rng(0)
+with vlexport.load(sys.argv[1], allow_failed=True) as pipeline:
+    for _ in sys.stdin:
+        image = draw.integers(0, 256, (448, 448, 3), dtype=np.uint8)
+        begun = time.perf_counter()
+        pipeline.encode(image)
+        print(time.perf_counter() - begun, flush=True)
+"""
 
 
 class Side:
@@ -49,22 +69,44 @@ class Side:
         }
         self.bundle = Path()
 
-    def run(self, *words: object) -> Step:
-        line = [self.python, "-c", MAIN, *words]
+    def run(self, *words: object, program: str = MAIN, fine: Sequence[int] = (0,)) -> Step:
+        line = [self.python, "-c", program, *words]
         found = step(str(words[0]), line, self.variables, self.memory, self.folder / "log")
-        if found.code:
+        if found.code not in fine:
             sys.exit(f"{self.name}: {words}: exit code {found.code}\n{found.out[-3000:]}")
         return found
 
     def build(self, checkpoint: Path, number: int, *, first: bool) -> Step:
         """Build anew; nothing lies in the compile cache the first time."""
         self.variables = {**self.variables, "XDG_CACHE_HOME": str(self.folder / f"cache{number}")}
-        into = self.folder / f"engines{number}{'-first' if first else ''}"
-        found = self.run("build", checkpoint, "--profile", "image", INTO, into, "--json")
+        return self._built(checkpoint, f"engines{number}{'-first' if first else ''}", "--profile", "image")
+
+    def _built(self, checkpoint: Path, into: str, *options: str) -> Step:
+        words = ("build", checkpoint, *options, INTO, self.folder / into, "--json")
+        # A bundle that failed its check can be timed.
+        found = self.run(*words, fine=(0, 3))
         start = re.search(r"^\{", found.out, re.MULTILINE)
         assert start is not None, found.out
         self.bundle = Path(json.JSONDecoder().raw_decode(found.out, start.start())[0]["bundle"])
         return found
+
+    def caller(self, checkpoint: Path, backend: str, dtype: str) -> subprocess.Popen[str]:
+        """Build, and return a process that encodes an image whenever it is told to."""
+        precision = ("--quantize", dtype) if dtype == "int8" else ("--dtype", dtype)
+        self._built(checkpoint, f"{backend}-{dtype}", "--backend", backend, "--profile", "image", *precision)
+        return subprocess.Popen(
+            [self.python, "-c", CALLER, str(self.bundle)],
+            env=self.variables, cwd=self.folder, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+
+    def commands(self, checkpoint: Path, number: int) -> Mapping[str, Step]:
+        """Run what a user waits for, on a tiny checkpoint."""
+        return {
+            "import vlexport": self.run("import", program="import vlexport"),
+            "--help": self.run("--help"),
+            "build of a tiny checkpoint": self._built(checkpoint, f"tiny{number}"),
+            "its check": self.run("parity", self.bundle),
+        }
 
     def encode(self, image: Path, count: int) -> Step:
         return self.run(
@@ -107,6 +149,33 @@ def measured(sides: Sequence[Side], checkpoint: Path, image: Path, builds: int, 
             note(side, "opening, s", one.seconds - call - reading)
             note(side, "encode of one image, GiB", one.peak / GIB)
             note(side, "encode of two images, GiB", two.peak / GIB)
+    return compared(sides, found)
+
+
+def calls(sides: Sequence[Side], checkpoint: Path, tiny: Path, rounds: int) -> str:
+    """Return the table of calls of every backend, and of what a user waits for."""
+    found: dict[str, dict[str, list[float]]] = {side.name: {} for side in sides}
+    for backend, dtype in ((name, dtype) for name, dtypes in BACKENDS.items() for dtype in dtypes):
+        callers = {side.name: side.caller(checkpoint, backend, dtype) for side in sides}
+        for number in range(-1, rounds):
+            for name in list(callers)[:: -1 if number % 2 else 1]:
+                told, answer = callers[name].stdin, callers[name].stdout
+                assert told is not None
+                assert answer is not None
+                print(file=told, flush=True)
+                seconds = float(answer.readline())
+                if number >= 0:
+                    found[name].setdefault(f"{backend} {dtype}, s", []).append(seconds)
+        for caller in callers.values():
+            caller.communicate()
+    for number in range(rounds):
+        for side in sides[:: -1 if number % 2 else 1]:
+            for what, taken in side.commands(tiny, number).items():
+                found[side.name].setdefault(f"{what}, s", []).append(taken.seconds)
+    return compared(sides, found)
+
+
+def compared(sides: Sequence[Side], found: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
     old, new = (found[side.name] for side in sides)
     rows = []
     for what, before in old.items():
@@ -126,6 +195,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--depth", type=int, default=32, help="blocks of the tower; 2 for a trial")
     parser.add_argument("--builds", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--calls", action="store_true", help="calls of every backend and short commands")
     parser.add_argument("--memory", type=float, default=16, help="GiB that a process may take")
     parser.add_argument("--page", type=Path, help="a Markdown page whose marked part is rewritten")
     given = parser.parse_args(arguments)
@@ -141,9 +211,14 @@ def main(arguments: Sequence[str]) -> None:
         Side("now", ROOT, sys.executable, folder, memory),
     ]
     load = os.getloadavg()[0]
-    text = measured(sides, checkpoint, image, given.builds, given.rounds)
+    if given.calls:
+        sides[0].run("demo", "--recipe", "qwen2_5_vl", "--folder", folder / "tiny")
+        (tiny,) = (path.parent for path in (folder / "tiny").rglob("config.json"))
+        text = calls(sides, checkpoint, tiny, given.rounds)
+    else:
+        text = measured(sides, checkpoint, image, given.builds, given.rounds)
     text += (
-        f"\n\n{given.depth} blocks, {given.builds} builds and {given.rounds} rounds of encodes, each side in "
+        f"\n\n{given.depth} blocks, {given.builds} builds and {given.rounds} rounds, each side in "
         f"turn; load {load:.1f} before and {os.getloadavg()[0]:.1f} after on {os.cpu_count()} processors."
     )
     sys.stdout.write(text + "\n")

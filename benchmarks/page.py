@@ -321,10 +321,8 @@ def answer_table(cell: QuestionCell) -> Iterator[str]:
     """Return a question at every rate against no pruning, which comes first; rounds are paired."""
     whole = cell.answers[0]
     about = (
-        f"{cell.frames} frames of {cell.side}x{cell.side}, {whole.visual_tokens} video tokens "
-        f"before pruning, {cell.new_tokens} tokens of answer, {len(whole.rounds)} rounds; "
-        "seconds are medians. Allowed at a rate is what would come of a prefill that shrinks with the "
-        "prompt and a pruning that costs nothing; at any rate, of no prefill at all."
+        f"{cell.frames} frames of {cell.side}x{cell.side}, {whole.visual_tokens} video tokens before "
+        f"pruning, {cell.new_tokens} tokens of answer, {len(whole.rounds)} rounds; seconds are medians."
     )
     rows = (
         (
