@@ -184,7 +184,9 @@ class Court:
         """Plant one bug and return the first judge that sees it: that of the last time, the gate, tests."""
         copy, recipe = self.folder / f"copy-{place}", recipe_of(bug.trial)
         plant(bug, PACKAGE, recipe_folder(), recipe, copy)
-        module = f"recipes/{recipe}.py" if bug.file == RECIPE else bug.file or "__init__.py"
+        module = (
+            f"recipes/{recipe}.py" if bug.file == RECIPE else bug.file.removeprefix("./") or "__init__.py"
+        )
         name = f"vlexport/{module}".removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         task = {"path": str(copy), "module": name}
         judge, faults = "", dict[str, str]()
