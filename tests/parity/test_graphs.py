@@ -280,7 +280,7 @@ def test_packages_pass(tmp_path, method, dtype):
 
 
 def best_from_the_end(scores, count):
-    return (len(scores) - 1 - scores.flip(0).topk(count).indices).sort().values
+    return (scores.shape[0] - 1 - scores.flip(0).topk(count).indices).sort().values
 
 
 @pytest.mark.slow
