@@ -108,10 +108,9 @@ class Side:
             "its check": self.run("parity", self.bundle),
         }
 
-    def encode(self, image: Path, count: int) -> Step:
-        return self.run(
-            "encode", self.bundle, *["--image", image] * count, OUT, self.folder / "out.safetensors"
-        )
+    def encode(self, images: Sequence[Path]) -> Step:
+        given = [word for image in images for word in ("--image", image)]
+        return self.run("encode", self.bundle, *given, OUT, self.folder / "out.safetensors")
 
     def reading(self) -> float:
         """Return the seconds that reading the weights takes, from the page cache."""
@@ -122,7 +121,9 @@ class Side:
         return time.monotonic() - began
 
 
-def measured(sides: Sequence[Side], checkpoint: Path, image: Path, builds: int, rounds: int) -> str:
+def measured(
+    sides: Sequence[Side], checkpoint: Path, images: Sequence[Path], builds: int, rounds: int
+) -> str:
     """Return the table: medians, and ratios of the two sides in the same round."""
     found: dict[str, dict[str, list[float]]] = {side.name: {} for side in sides}
 
@@ -140,7 +141,7 @@ def measured(sides: Sequence[Side], checkpoint: Path, image: Path, builds: int, 
         for side in sides[:: -1 if number % 2 else 1]:
             reading, one, two, four = (
                 side.reading(),
-                *(side.encode(image, count) for count in (1, 2, 4)),
+                *(side.encode(images[:count]) for count in (1, 2, 4)),
             )
             call = (four.seconds - two.seconds) / 2
             note(side, "encode of one image, s", one.seconds)
@@ -200,12 +201,15 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--page", type=Path, help="a Markdown page whose marked part is rewritten")
     given = parser.parse_args(arguments)
     folder, memory = given.folder.resolve(), round(given.memory * GIB)
-    checkpoint, image = folder / f"checkpoint-{given.depth}", folder / "image.png"
+    checkpoint = folder / f"checkpoint-{given.depth}"
     folder.mkdir(parents=True, exist_ok=True)
     if not (checkpoint / "config.json").exists():
         subprocess.run([sys.executable, "-c", WRITER, checkpoint, str(given.depth)], check=True, cwd=ROOT)
-    pixels = np.random.default_rng(0).integers(0, 256, (448, 448, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(image)
+    # Equal images would share a call.
+    images = [folder / f"image{number}.png" for number in range(4)]
+    draw = np.random.default_rng(0)
+    for image in images:
+        Image.fromarray(draw.integers(0, 256, (448, 448, 3), dtype=np.uint8)).save(image)
     sides = [
         Side("before", given.old.resolve(), given.old_python, folder, memory),
         Side("now", ROOT, sys.executable, folder, memory),
@@ -216,7 +220,7 @@ def main(arguments: Sequence[str]) -> None:
         (tiny,) = (path.parent for path in (folder / "tiny").rglob("config.json"))
         text = calls(sides, checkpoint, tiny, given.rounds)
     else:
-        text = measured(sides, checkpoint, image, given.builds, given.rounds)
+        text = measured(sides, checkpoint, images, given.builds, given.rounds)
     text += (
         f"\n\n{given.depth} blocks, {given.builds} builds and {given.rounds} rounds, each side in "
         f"turn; load {load:.1f} before and {os.getloadavg()[0]:.1f} after on {os.cpu_count()} processors."
