@@ -171,6 +171,7 @@ class RasterPacking(GridPacking):
     """Patches row by row as the processor cuts them; `raster` finds those of each cell."""
 
     per_patch = ("positions", "sides", "raster")
+    takes_cells = False
 
     def check(self, media: Sequence[MediaItem]) -> None:
         super().check(media)

@@ -326,6 +326,7 @@ class RadioPacking(GridPacking):
     """
 
     cells = Symbol("rows")
+    takes_cells = False
     structure_rows: ClassVar[Mapping[str, Symbol]] = {"grids": Symbol("items"), "videos": Symbol("items")}
 
     def __init__(self, config: Config) -> None:

@@ -329,6 +329,7 @@ class MediaItem:
                   Empty where slices have no time.
     frame_seconds time of each frame of the grid, or of each frame that went into it where prompts write these
                   out, in seconds of the video that it was taken from; empty where that is not known.
+    cells         which cells of the grid `patches` are of, as ascending indices; None where they are of all.
     """
 
     kind: str
@@ -338,3 +339,4 @@ class MediaItem:
     slices: tuple[tuple[int, int], ...] = ()
     frame_groups: tuple[tuple[int, ...], ...] = ()
     frame_seconds: tuple[float, ...] = ()
+    cells: Tensor | None = None

@@ -23,7 +23,7 @@ from vlexport._build import token_graphs
 from vlexport._build.aoti import target_here
 from vlexport._build.key import build_key
 from vlexport._build.request import request
-from vlexport.bundle import key_of
+from vlexport.bundle import GraphsIdentity, key_of
 from vlexport.bundle import user_folders as file_cache
 from vlexport.bundle.user_folders import CacheFile
 from vlexport.checkpoint import Checkpoint
@@ -161,11 +161,14 @@ def stub_packages(monkeypatch) -> None:
 MADE: list[str] = []
 
 
-def packages(tmp_path: Path, method: str, target: Any, dtype: str, *, made: bool = False) -> Any:
+def packages(
+    tmp_path: Path, method: str, target: Any, dtype: str, *, made: bool = False, cells: Any = ()
+) -> Any:
     folder = tmp_path / str(len(list(tmp_path.iterdir()))) / "graphs"
     folder.mkdir(parents=True)
     MADE.clear()
-    token_graphs._write_packages(method, target, folder, dtype)
+    identity = GraphsIdentity(selector=method, target=target, cells=cells)
+    token_graphs._write_packages(identity, folder, dtype)
     return [*MADE] if made else {path.name: path.read_bytes() for path in folder.iterdir()}
 
 

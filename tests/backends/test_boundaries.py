@@ -30,6 +30,7 @@ from vlexport.parity.noise import in_float64
 from vlexport.parity.samples import random_items
 from vlexport.specs import NAMED_BOUNDS, MediaBounds, MediaItem, ShapeProfile, Symbol, bind, check_within
 from vlexport.vision.attention.padded import BUCKETS, bucket_symbols
+from vlexport.vision.attention.segmentation import take_cells
 from vlexport.vision.preprocess import target_size
 
 Call = Callable[[int, ShapeProfile], list[MediaItem]]
@@ -43,8 +44,8 @@ SMALL = 48
 LONGEST_FRAME, LONGEST_SLICE = 1024, 4096
 # Sliced towers of tests have slices of up to 72 patches, in calls of named bounds.
 SLICE = 72
-# Windows of tests have sides of 4 cells.
-WINDOW = 4
+# Windows of tests have sides of 4 cells; those of whole frames have nine sizes.
+WINDOW, WHOLE = 4, 9
 
 
 def of_buckets(name: str) -> tuple[str, ...]:
@@ -392,7 +393,19 @@ def packed_runs(tower: BuiltTower) -> Calls:
         return packed_items(tower, grids + ([(1, 1, rest)] if rest else []))
 
     def window_runs(value: int, profile: ShapeProfile) -> list[MediaItem]:
+        if value > WHOLE:
+            return [partly_there(value, profile.ranges[Symbol("tokens")].min)]
         return enough(frames_of_windows(value, window, profile.ranges[Symbol("frame_runs")].max), profile)
+
+    def partly_there(value: int, tokens: int) -> MediaItem:
+        """Frames of one row of windows: one cell of the first one is left, two of the second, and so on."""
+        left = torch.arange(window**2) < torch.arange(1, value + 1)[:, None]
+        frame = left.unflatten(1, (window, window)).transpose(0, 1).flatten()
+        times = -(-tokens // int(frame.sum()))
+        cells = frame.repeat(times).nonzero()[:, 0]
+        (whole,) = packed_items(tower, [(times, window, window * value)])
+        patches = take_cells(whole.patches, cells, packing.unit, times * len(frame))
+        return replace(whole, patches=patches, cells=cells)
 
     def frame_runs(value: int, profile: ShapeProfile) -> list[MediaItem]:
         return enough([(1, length) for length in range(1, value + 1)], profile)

@@ -28,9 +28,9 @@ VERBS = typer.main.get_group(app).commands
 # Of other programs, in a text about them.
 FOREIGN = {
     **dict.fromkeys(("--force-reinstall", "--no-deps", "--upgrade", "--yes"), "pip"), "--link": "cp",
-    "--data-loader-script": "polygraphy", "--mm-encoder-tp-mode": "vllm",
-    "--no-enable-prefix-caching": "vllm", "--useProfile": "trtexec", "--shapes": "trtexec",
-    "--loadInputs": "trtexec",
+    "--data-loader-script": "polygraphy", "--max-model-len": "vllm", "--mm-encoder-tp-mode": "vllm",
+    "--mm-processor-kwargs": "vllm", "--no-enable-prefix-caching": "vllm", "--useProfile": "trtexec",
+    "--shapes": "trtexec", "--loadInputs": "trtexec",
 }  # fmt: skip
 BEFORE_VERBS = {"-q", "-v", "--quiet", "--verbose", "--debug", "--version", "--help", "-h"}
 

@@ -124,5 +124,7 @@ def test_uniform_keeps_tokens_at_no_more_than_three_distances_and_the_same_share
 
 def test_no_bundle_is_built_with_a_baseline():
     for name in BASELINES:
-        with pytest.raises(UnsupportedError, match=f"no pruning method '{name}'. There are: evs, evs-snap"):
+        with pytest.raises(
+            UnsupportedError, match=f"no pruning method '{name}'. There are: divprune, evs, evs-snap"
+        ):
             find_method(name)

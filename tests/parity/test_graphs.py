@@ -19,8 +19,10 @@ from vlexport.backends.onnxruntime import BACKEND
 from vlexport.onnx import portable as portable_graphs
 from vlexport.parity.graphs import graph_rows, portable_rows
 from vlexport.positions.plan import write_kept_positions, write_positions
+from vlexport.pruning.cells import RULES
 from vlexport.pruning.compile import onnx_program
 from vlexport.pruning.methods import METHODS
+from vlexport.pruning.pixels import Chooser
 from vlexport.pruning.selectors import Selection, eager
 from vlexport.recipe import Recipe, find_recipe
 
@@ -207,7 +209,8 @@ def test_every_output_of_a_portable_graph_is_looked_at():
             found = call(given)
             return {**found, key: change(found[key])}
 
-        wrong = replace(right, **{"positions" if call is right.positions else "prune": changed})
+        part: dict[str, Any] = {"positions" if call is right.positions else "prune": changed}
+        wrong = replace(right, **part)
         assert len(portable_failed(wrong, Pace())) == 1, name
 
 
@@ -241,7 +244,13 @@ def test_a_graph_that_is_wrong_in_one_branch_fails():
         ends = given["offsets"][-1] + given["lengths"][-1] == given["num_tokens"]
         return {**found, "delta": found["delta"] + int(ends)}
 
-    for wrong in ({"prune": doubled}, {"prune": late}, {"prune": counted}, {"positions": cut}):
+    faults: list[dict[str, Any]] = [
+        {"prune": doubled},
+        {"prune": late},
+        {"prune": counted},
+        {"positions": cut},
+    ]
+    for wrong in faults:
         assert len(portable_failed(replace(right, **wrong), Pace())) == 1, wrong
 
 
@@ -304,3 +313,17 @@ def test_packages_of_wrong_programs_fail(tmp_path, monkeypatch, kind):
     assert failed(open_graphs(identity, Folder(folder), "float32")) == {
         "positions graph" if kind == "resume" else "pruning graph"
     }
+
+
+@pytest.mark.parametrize("name", sorted(RULES))
+def test_a_package_that_chooses_other_cells_is_found(name):
+    right = replace(RIGHT, packaged_cells={name: Chooser(name)})
+    row = next(row for row in graph_rows(right, "float32") if row.check == "cells graph")
+    assert (row.verdict, row.note) == ("passed", f"{name}, compiled")
+
+    def one_less(cells, room):
+        kept, count = Chooser(name)(cells, room)
+        return kept.roll(1), count
+
+    wrong = replace(right, packaged_cells={name: one_less})
+    assert next(row for row in graph_rows(wrong, "float32") if row.check == "cells graph").verdict == "failed"

@@ -158,7 +158,8 @@ def test_levels_are_cast_to_the_decoders_dtype_and_stand_at_the_columns_of_their
 def test_pruning_drops_the_same_rows_of_every_level(tower):
     item = video(tower.packing.row_width, 5)
     graphs = eager_graphs()
-    found = Pruner(tower.recipe, 2, graphs).prune(encoded(item), 0.6)
+    pruner = Pruner(tower.recipe, 2, graphs)
+    found = pruner.prune(encoded(item), 0.6, pruner.selector(None))
     assert found.kept is not None
     assert 6 <= len(found.kept) < 30
     for name, rows in {"embeds": found.embeds, **found.layers}.items():

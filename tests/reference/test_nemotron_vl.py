@@ -240,7 +240,7 @@ def test_pruning_keeps_what_the_class_keeps_and_the_prompt_shows_it_frame_by_fra
     sides: Any = (tubelets, rows, columns)
     for rate in (0.3, 0.6, 0.9):
         whole = Encoded(kind="video", embeds=embeds, grid=item.grid, seconds_per_grid=0.5, layers={})
-        found = pruner.prune(whole, rate)
+        found = pruner.prune(whole, rate, pruner.selector(None))
         wanted = CLASSES.compute_retention_mask(video_embeds=embeds, thw=sides, spatial_merge_size=1, q=rate)
         assert found.mask is not None
         assert torch.equal(found.mask, wanted)
@@ -252,7 +252,7 @@ def test_pruning_keeps_what_the_class_keeps_and_the_prompt_shows_it_frame_by_fra
             item=item,
             number=0,
             num_rows=num_kept,
-            count_frames=partial(pruner.frame_rows, item, len(embeds), num_kept, found.kept),
+            count_frames=partial(pruner.frame_rows, item, num_kept, found.kept),
         )
         marked = prompter.mark(Request(prompt="What?", videos=[pixels]), RequestLimits())
         ids = prompter.expand(marked, [given], RequestLimits())

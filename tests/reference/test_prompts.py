@@ -20,6 +20,7 @@ from tests.golden_data import FOLDER
 from tests.tiny_minicpmv import VERSIONS, Tiny, write_tiny_minicpmv
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport.checkpoint import Checkpoint
+from vlexport.pruning.cells import Pruning
 from vlexport.recipe import PromptItem, find_recipe, recipe_for
 from vlexport.runtime.preprocess import Preprocessor
 from vlexport.runtime.prompt import Prompter
@@ -224,7 +225,7 @@ def test_items_of_a_request_are_numbered_kind_by_kind_in_the_order_of_its_prompt
     state: Any = SimpleNamespace(
         media=[SimpleNamespace(item=item) for item in media],
         request=Request(raw_prompt="x", generation=Generation(max_new_tokens=1)),
-        rate=0.0, marked=None, limits=LIMITS,
+        pruning=Pruning(), marked=None, limits=LIMITS,
     )  # fmt: skip
     Preprocessor.expand_prompt(parts, state, [None] * len(media))
     assert [(each.item.kind, each.number) for each in given] == [

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from tests.pruning.masks import EVS_SNAP, retention_mask
 from vlexport.positions.splice import Placeholder, merge_visual, visual_slots
+from vlexport.pruning import divprune
+from vlexport.pruning.divprune import DivPruneSelector
 from vlexport.pruning.evs import EVS, prune
-from vlexport.pruning.selectors import Selection
+from vlexport.pruning.selectors import BestRows, Selection
 from vlexport.pruning.snapped import _one_minus_cosine, _root, snapped_dissimilarity
 
 # Two axes and the zero vector, so that many tokens are equal, opposite or new; lengths are powers of two.
@@ -207,6 +209,58 @@ def test_scores_are_those_of_exact_rationals(width: int) -> None:
         wanted = [float(steps(now, before)) for before, now in pairwise(given.tolist())]
         for portable in (False, True):
             assert snapped_dissimilarity(given, 1, portable).tolist() == wanted, (kind, portable)
+
+
+def weights(rows: list[list[float]], question: list[float]) -> list[int]:
+    """How much the distance of each row counts: exp(r / 2), r its likeness as a share of the range."""
+    like = [int((1 - steps(row, question)) * STEPS) for row in rows]
+    least, most = min(like), max(like)
+    shares = [(value - least) * STEPS // max(most - least, 1) for value in like]
+    return [half_up(Fraction(math.exp(share / 2048) * 1024)) for share in shares]
+
+
+def farthest(rows: list[list[float]], count: int, weights: list[int]) -> list[int]:
+    """Return the rows that are farthest from each other, one after the other."""
+    apart = [[steps(one, other) for other in rows] for one in rows]
+    places = range(len(rows))
+    if not count:
+        return []
+    nearest = [min((apart[at][to] for to in places if to != at), default=Fraction(4)) for at in places]
+    chosen = [max(places, key=lambda at: (nearest[at] * weights[at], -at))]
+    while len(chosen) < count:
+        left = [at for at in places if at not in chosen]
+        chosen.append(max(left, key=lambda at: (min(apart[at][to] for to in chosen) * weights[at], -at)))
+    return chosen
+
+
+@pytest.mark.parametrize("most", [1024, 5])
+@pytest.mark.parametrize("width", [1, 2, 7, 33])
+@pytest.mark.parametrize("asks", [False, True])
+def test_divprune_keeps_the_rows_of_exact_rationals(width: int, most: int, asks: bool, monkeypatch) -> None:
+    monkeypatch.setattr(divprune, "MOST_ROWS", most)
+    for number, kind in enumerate(("close", "small integers", "one large channel", "many magnitudes")):
+        frames, tokens = ((1, 12), (3, 8), (4, 6), (2, 11))[number]
+        listed = rows(kind, width, 24)[: frames * tokens]
+        question = rows(kind, width, 24)[-1] if asks else None
+        weight = [1] * len(listed) if question is None else weights(listed.tolist(), question.tolist())
+        parts = -(-tokens // most)
+        size = -(-tokens // parts)
+        blocks = [
+            range(frame * tokens + start, min(frame * tokens + start + size, (frame + 1) * tokens))
+            for frame in range(frames)
+            for start in range(0, tokens, size)
+        ]
+        for kept in (1, 2, 5, frames * tokens // 2, frames * tokens - 1):
+            expected: list[int] = []
+            for block in blocks:
+                quota = kept * block.stop // len(listed) - kept * block.start // len(listed)
+                own = [listed[at].tolist() for at in block]
+                expected += [block.start + at for at in farthest(own, quota, [weight[at] for at in block])]
+            share = torch.full((kept,), 0.5)
+            for plain_ops in (False, True):
+                module = BestRows(DivPruneSelector(plain_ops=plain_ops, asks=asks, question=question))
+                chosen = module(listed.view(frames, tokens, width), share)[1]
+                assert chosen.tolist() == sorted(expected), (kind, kept)
 
 
 def test_candidates_beside_a_border_are_settled_by_integers() -> None:

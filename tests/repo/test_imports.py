@@ -43,6 +43,8 @@ ALLOWED = {
         "runtime",
         "specs",
         "target",
+        # Frames of fewer pixels, for as many tokens.
+        "vision",
     },
     # The accuracy check, for authors of recipes.
     "testing": {

@@ -16,7 +16,14 @@ from vlexport.report.sweep import Outcome, Row, Sweep, rows_of
 
 def outcome(right: float | None, top1: float, kl: float, ms: float, kept: int = 6) -> Outcome:
     return Outcome(
-        kept=kept, tokens=12, right=right, top1=top1, kl=kl, exact=float(top1 == 1), first_token=ms / 1e3
+        kept=kept,
+        tokens=12,
+        right=right,
+        top1=top1,
+        kl=kl,
+        exact=float(top1 == 1),
+        first_token=ms / 1e3,
+        encode=ms / 2e3,
     )
 
 
@@ -117,6 +124,7 @@ def test_tables_have_every_row_and_a_second_one_the_categories(found):
         "exact %": wilson(1, 3).text(100),
         "over rate 0": "-33.3",
         "over random": "+33.3",
+        "encode ms": "11.0",
         "first token ms": "22.0",
     }
     assert by == ["accuracy %", "rate", "order", "when"]
@@ -132,7 +140,7 @@ def test_videos_stand_alone_where_a_task_has_images_too(found):
     _, (head, cells), (by, _) = mixed.tables()
     assert (head[0], by[2:]) == ("videos alone", ["images", "order", "videos"])
     # Times of two questions, 20 and 30 ms; the third one's 22 is of the image.
-    assert (cells[1][3], cells[1][8], cells[1][9]) == (wilson(2, 2).text(100), "+75.0", "25.0")
+    assert (cells[1][3], cells[1][8], cells[1][10]) == (wilson(2, 2).text(100), "+75.0", "25.0")
     picture = mixed.svg()
     assert "evs: 100 (34.24 to 100) at 50" in picture
     assert {">Accuracy on videos, %<", ">chance 20<"} <= set(re.findall(r">[^<]*<", picture))

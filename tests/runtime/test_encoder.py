@@ -174,6 +174,7 @@ OTHERS: dict[str, Any] = {
     "slices": ((1, 1), (1, 1)),
     "frame_groups": ((0,), (5,)),
     "frame_seconds": (0.25,),
+    "cells": torch.tensor([0]),
 }
 
 

@@ -195,7 +195,7 @@ def with_levels(item: Encoded) -> Encoded:
 
 def test_pruning_cuts_every_output_by_one_mask_over_all_of_them(opened, tmp_path):
     (whole,) = map(with_levels, opened.encode(videos=[FRAMES], fps=2))
-    pruned = opened.pruner.prune(whole, 0.6)
+    pruned = opened.pruner.prune(whole, 0.6, opened.pruner.selector(None))
     beside = torch.cat([whole.embeds, whole.layers["deep"]], dim=1)
     expected = evs.prune(beside, whole.grid, 2, 0.6)
     assert torch.equal(pruned.kept, expected.kept)

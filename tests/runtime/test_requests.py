@@ -270,7 +270,7 @@ def test_every_stage_is_timed_and_the_first_token_is_their_sum(answering):
     assert answer.stages["per_token"] == pytest.approx(answer.stages["decode"] / 31)
 
 
-@pytest.mark.parametrize("method", ["evs", "evs-snap", "vidcom2"])
+@pytest.mark.parametrize("method", sorted(METHODS))
 def test_a_bundle_prunes_by_the_method_it_was_built_for(fresh, opened, language, method):
     graphs = GraphsIdentity(selector=method, reason="of this test")
     bundle = replace(opened.bundle, manifest=replace(opened.bundle.manifest, graphs=graphs))
@@ -281,8 +281,8 @@ def test_a_bundle_prunes_by_the_method_it_was_built_for(fresh, opened, language,
     assert answer.media[0].mask is not None
     assert answer.forms == {"prune": "eager: of this test", "positions": "eager: of this test"}
     assert answer.media[0].mask.nonzero().flatten().tolist() == kept.tolist()
-    # 4 frames of 6 tokens: one whole frame, or a token of each.
-    assert answer.kept == (4 if method == "vidcom2" else 6,)
+    # 4 frames of 6 tokens: one whole frame, a token of each, or a tenth of all.
+    assert answer.kept == ({"vidcom2": 4, "divprune": 2}.get(method, 6),)
 
 
 def test_another_method_than_the_bundle_s_is_refused_with_the_build_that_has_it(fresh):
@@ -294,5 +294,7 @@ def test_another_method_than_the_bundle_s_is_refused_with_the_build_that_has_it(
 
 
 def test_an_unknown_method_of_pruning_is_refused():
-    with pytest.raises(InputError, match="method: 'random' given, one of evs, evs-snap, vidcom2 expected"):
+    with pytest.raises(
+        InputError, match="method: 'random' given, one of divprune, evs, evs-snap, vidcom2 expected"
+    ):
         PruningOptions(method="random")

@@ -19,7 +19,7 @@ from vlexport.errors import InternalError, MediaError, RequestError, Unsupported
 from vlexport.evaluate import sweep as sweeps
 from vlexport.evaluate.intervals import wilson
 from vlexport.pruning.evs import EvsSelector, prune
-from vlexport.pruning.methods import METHODS
+from vlexport.pruning.methods import METHODS, REQUESTED
 from vlexport.pruning.selectors import eager
 from vlexport.runtime.decoder import Language
 from vlexport.runtime.outputs import Encoded
@@ -129,7 +129,7 @@ def test_scores_are_those_of_what_is_kept(sweep, task, whole, place):
     found = sweep(task=path, rates=[0.5], seeds=8)
     assert [(row.selector, row.rate) for row in found.rows] == [
         ("none", 0.0),
-        *((name, 0.5) for name in ("evs", "evs-snap", "vidcom2", "random", "uniform")),
+        *((name, 0.5) for name in (*METHODS, "random", "uniform")),
     ]
     assert (found.failed, found.chance) == ({}, {"x": 0.5})
     first, tokens = found.rows[0].scores, len(whole.embeds)
@@ -143,7 +143,7 @@ def test_scores_are_those_of_what_is_kept(sweep, task, whole, place):
     )
     # By hand: the first of two tokens differs, and 0.1 of probability is spread alike in both.
     divergence = (0.6 * log(0.6 / 0.2) + 0.3 * log(0.3 / 0.7)) / 2
-    for name in ("evs", "evs-snap", "vidcom2"):
+    for name in METHODS:
         kept = kept_by(name, whole)
         is_seen, row = place in kept, of(found, name, 0.5)
         assert row.kept == 2 * len(kept)
@@ -169,7 +169,7 @@ def test_selectors_keep_equally_many_tokens_where_their_own_rules_differ(sweep, 
     counts = [each.retained_count(tokens // frames, frames, 0.9) for each in METHODS.values()]
     assert min(counts) < max(counts) == tokens // frames
     assert {row.kept for row in found.rows if row.rate == 0.9} == {tokens // frames}
-    assert [row.rate for row in found.rows] == [0.0] + [0.3] * 5 + [0.9] * 5
+    assert [row.rate for row in found.rows] == [0.0] + [0.3] * 6 + [0.9] * 6
     assert (found.task, found.chance) == (None, {})
     assert all(row.scores.accuracy is None for row in found.rows)
 
@@ -184,21 +184,22 @@ class Generous(EvsSelector):
 
 
 def test_a_selector_that_keeps_another_number_is_not_compared(sweep, clip, monkeypatch):
-    monkeypatch.setitem(METHODS, "generous", Generous())
-    monkeypatch.setattr(sweeps, "SELECTORS", (*sweeps.SELECTORS, "generous"))
+    monkeypatch.setitem(REQUESTED, "generous", Generous())
+    monkeypatch.setattr(sweeps, "BY_ROWS", (*sweeps.BY_ROWS, "generous"))
     given = {"videos": clip, "fps": 2, "rates": [0.5]}
     with pytest.raises(InternalError, match=r"unexpected AssertionError: .*'generous': \[13\]"):
         sweep(**given, selectors=["evs", "generous"])
     assert sweep(**given, selectors=["generous"]).rows[1].kept == 13
 
 
-def test_an_image_stays_whole_and_no_token_of_it_counts(sweep, task, tmp_path):
+def test_an_image_counts_where_it_is_pruned(sweep, task, tmp_path):
     PIL = pytest.importorskip("PIL.Image")
     PIL.new("RGB", (84, 56), (200, 30, 90)).save(tmp_path / "a.png")
     path = task({"video": None, "image": "a.png", "answer": "b"})
     found = sweep(task=path, rates=[0.5], seeds=2)
     for row in found.rows:
-        assert (row.kept, row.tokens, row.scores.accuracy) == (0, 0, wilson(1, 1))
+        counts = (3, 6) if row.selector == "divprune" else (0, 0)
+        assert (row.kept, row.tokens, row.scores.accuracy) == (*counts, wilson(1, 1))
 
 
 def test_a_question_that_fails_is_in_no_row_and_costs_no_other(sweep, task, subtests):
@@ -233,7 +234,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "both": ({"task": "t.jsonl", "videos": "v.npy"}, RequestError, "a task and videos given"),
     "a rate of 1": ({"videos": "v", "rates": [1.0]}, RequestError, "pruning rate 1.0"),
     "rate 0 alone": ({"videos": "v", "rates": [0]}, RequestError, "rates: none above 0 given"),
-    "no such selector": ({"videos": "v", "selectors": ["evs", "x"]}, RequestError, "selectors: x given"),
+    "no such selector": ({"videos": "v", "selectors": ["evs", "x"]}, RequestError, "selectors: 'x' given"),
     "no selector": (
         {"videos": "v", "selectors": []},
         RequestError,
@@ -298,6 +299,43 @@ def test_agreement_with_a_real_decoder_is_that_of_its_answers(bundles, language,
         assert row.scores.kl.value > 0
         assert 0 < row.scores.first_token < 60
     assert found.forms["evs"] == opened.graphs.form
+
+
+PIXELS = ("static", "static-frames", "before:static", "before:delta", "before:static+evs")
+
+
+def test_settings_by_pixels_are_answered_as_requests_that_ask_for_them(bundles, language, opened, clip):
+    found = vlexport.sweep(
+        bundles("eager"),
+        decoder=CHECKPOINT,
+        videos=clip,
+        prompt="what moves?",
+        fps=2,
+        rates=[0.5],
+        selectors=["evs", *PIXELS, "predicted", "resolution"],
+        max_new_tokens=6,
+    )
+    pipeline = Pipeline(opened.bundle, opened.engine, opened.recipe, language)
+    whole = pipeline.generate(moving(clip))
+    kept, tokens = of(found, "evs", 0.5).kept, found.rows[0].tokens
+    for name in PIXELS:
+        options = sweeps.Setting.of(name).options(1 - (kept + 0.5) / tokens)
+        answer = pipeline.generate(replace(moving(clip), **options))
+        row = of(found, name, 0.5)
+        assert (row.kept, row.tokens) == (kept, tokens)
+        assert answer.kept == (kept,)
+        assert row.scores.exact.value == float(answer.token_ids == whole.token_ids), name
+        assert 0 < row.scores.encode < row.scores.first_token
+    predicted, smaller = of(found, "predicted", 0.0), of(found, "resolution", 0.5)
+    assert (predicted.kept,) == pipeline.generate(replace(moving(clip), prune_before="predicted")).kept
+    assert 0 < smaller.kept <= kept
+    assert "cheapest that loses at most 100 %" in found.advice(100)
+
+
+@pytest.mark.parametrize("name", ["before:evs", "before:", "before:static+sharp", "static:0.5", "evs+static"])
+def test_a_setting_that_is_none_is_refused(name):
+    with pytest.raises(RequestError, match="expected"):
+        sweeps.Setting.of(name)
 
 
 @pytest.mark.slow

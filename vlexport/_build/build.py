@@ -214,11 +214,14 @@ def _spec_of(
             f"the graph has attention form '{graph.form}', and backend '{backend}' wants '{chosen.form}'. "
             f"Export it with form '{chosen.form}'."
         )
+    takes_cells = graph.recipe.packing(graph.config).takes_cells
+    method, cells = chosen_selector(graph.recipe, selector, takes_cells=takes_cells)
     return BuildSpec(
         **graph.shared(),
         backend=chosen,
         options=options or Options(),
-        selector=chosen_selector(graph.recipe, selector),
+        selector=method,
+        cells=cells,
         tensors=graph.recipe.stored_tensors(graph.checkpoint, graph.config),
         into=Path(into),
     )
@@ -275,7 +278,7 @@ def _engine(
         backend.build(graph, spec.options, staging.folder, progress)
         graphs = write_graphs(key.graphs, staging.folder, graph.outputs[0].dtype)
     if isinstance(backend, RunsPortable):
-        backend.write_portable(graph, spec.selector, staging.folder)
+        backend.write_portable(graph, spec.selector, staging.folder, spec.cells)
     manifest = Manifest(
         key=key_of(key),
         recipe=RecipeIdentity(name=spec.recipe.name, digest=spec.recipe.digest),
@@ -321,7 +324,7 @@ def _check(
     cannot_run = backend.cannot_run(manifest.target)
     try:
         tokens = opened_graphs(manifest.graphs, draft, manifest.outputs[0].dtype)
-        portable = portable_of(backend, draft, spec.selector) if cannot_run is None else None
+        portable = portable_of(backend, draft, spec.selector, spec.cells) if cannot_run is None else None
     except BundleError:
         _forget_graphs(staging.folder)
         raise

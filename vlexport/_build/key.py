@@ -49,7 +49,7 @@ def build_key(spec: BuildSpec) -> BuildKey:
         fp32_layers=precision.fp32_layers,
         quantisation=precision.quantisation.name if precision.quantisation else None,
         attention_form=spec.form,
-        graphs=planned_graphs(spec.selector, backend.rows_on),
+        graphs=planned_graphs(spec.selector, backend.rows_on, spec.cells),
         profile=spec.profile,
         options=cast("JsonObject", spec.options.to_json()),
         target=target,

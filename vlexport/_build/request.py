@@ -11,7 +11,8 @@ from vlexport._build.spec import BuildSpec
 from vlexport.backends import BuildLimits, Progress, find_backend, log_progress, require
 from vlexport.checkpoint import Adapter, Checkpoint
 from vlexport.codec import checked
-from vlexport.errors import UnsupportedError
+from vlexport.errors import RequestError, UnsupportedError
+from vlexport.pruning.cells import RULES
 from vlexport.recipe import Recipe, recipe_for
 from vlexport.specs import PIXELS, MediaBounds, Precision, ShapeProfile, union
 
@@ -58,6 +59,7 @@ def request(  # noqa: PLR0913  one argument per option of the command line
 
         progress("measure ranges", 0.0)
         fp32_layers = measure_fp32_layers(family, source, engine.form, input_dtype)
+    method, cells = chosen_selector(family, selector, takes_cells=family.packing(config).takes_cells)
     return BuildSpec(
         recipe=family,
         checkpoint=source,
@@ -67,23 +69,38 @@ def request(  # noqa: PLR0913  one argument per option of the command line
         profile=union(profiles),
         backend=engine,
         options=options,
-        selector=chosen_selector(family, selector),
+        selector=method,
+        cells=cells,
         tensors=family.stored_tensors(source, config),
         into=Path(into),
     )
 
 
-def chosen_selector(recipe: Recipe[Any], name: str | None) -> str | None:
-    """Return the pruning method of a build, by default the recipe's; None where nothing is pruned."""
+def chosen_selector(
+    recipe: Recipe[Any], names: str | None, *, takes_cells: bool
+) -> tuple[str | None, tuple[str, ...]]:
+    """Return the pruning method of a build, by default the recipe's, and rules for what the tower gets.
+
+    names  of one method, of rules, or of both, as in `evs,static,predicted`
+    """
+    parts = names.split(",") if names else []
+    cells = tuple(sorted({name for name in parts if name in RULES}))
+    methods = [name for name in parts if name not in RULES]
+    if cells and not takes_cells:
+        raise UnsupportedError(
+            f"towers of recipe '{recipe.name}' take whole items. Leave {', '.join(cells)} out of selector."
+        )
     if recipe.pruning_rule is not None:
         from vlexport.pruning.methods import find_method
 
-        return find_method(name or recipe.pruning_rule).name
-    if name is not None:
+        if len(methods) > 1:
+            raise RequestError(f"selector: {' and '.join(methods)} given; one pruning method is expected.")
+        return find_method(methods[0] if methods else recipe.pruning_rule).name, cells
+    if methods:
         raise UnsupportedError(
             f"recipe '{recipe.name}' has no spatial video tokens to prune. Leave out selector."
         )
-    return None
+    return None, cells
 
 
 def _profiles(recipe: Recipe[Any], config: Any, name: str | MediaBounds | None) -> list[ShapeProfile]:

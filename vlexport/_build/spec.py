@@ -27,12 +27,14 @@ class BuildSpec(TowerSpec):
 
     backend   None where an accuracy check computes in torch
     selector  the method that prunes videos; None where the family has nothing to prune
+    cells     the rules that choose what the tower gets and are compiled into the bundle
     tensors   the checkpoint's tensors by their names in the tower, from headers alone
     """
 
     backend: Backend | None = None
     options: Options = field(default_factory=Options)
     selector: str | None = None
+    cells: tuple[str, ...] = ()
     into: Path = Path("engines")
     tensors: Mapping[str, StoredTensor]
 

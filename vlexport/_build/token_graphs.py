@@ -12,10 +12,10 @@ import hashlib
 import json
 import logging
 import tempfile
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
 from typing import Literal, Protocol
@@ -47,16 +47,19 @@ from vlexport.positions.plan import (
     write_kept_positions,
     write_positions,
 )
-from vlexport.pruning.compile import exported_selection, precision_of
+from vlexport.pruning.cells import CellChoice
+from vlexport.pruning.compile import exported_chooser, exported_selection, precision_of
 from vlexport.pruning.methods import find_method
+from vlexport.pruning.pixels import Choose, kept_cells
 from vlexport.pruning.selectors import Selection, Selector, eager
-from vlexport.target import Target, fit
+from vlexport.target import fit
 
 logger = logging.getLogger(__name__)
 
 Form = Literal["compiled", "eager"]
 # Stage to `compiled`, or `eager` with the reason.
 Forms = MutableMapping[str, str]
+CELLS = "cells_{}.pt2"
 PACKAGES = PRUNE, POSITIONS, KEPT_POSITIONS = "prune.pt2", "positions.pt2", "kept_positions.pt2"
 # Packages for these devices are compiled, and called once, in a process of their own: with torch 2.11 on an
 # H100 it crashed (docs/gpu.md).
@@ -92,15 +95,20 @@ class TokenGraphs:
     device: str = ""
     packaged_rows: Writer = write_positions
     packaged_kept: KeptWriter = write_kept_positions
+    packaged_cells: Mapping[str, Choose] = field(default_factory=dict)
 
     @property
     def stated(self) -> str:
         return self.form if not self.reason else f"eager: {self.reason}"
 
-    def selection_for(self, embeds: Tensor) -> tuple[Selection, str]:
+    def selection_for(self, embeds: Tensor, per_frame: int = 1) -> tuple[Selection, str]:
+        """Return the selection for embeddings of so many tokens a frame, and the form in which it runs."""
         actual = f"{str(embeds.dtype).removeprefix('torch.')} on {embeds.device.type}"
         taken = f"{self.dtype} on {self.device}"
         misfit = f"embeddings are {actual}, the package takes {taken}" if actual != taken else ""
+        most = self.selection.selector.most_packaged
+        if most is not None and per_frame > most:
+            misfit = f"frames have {per_frame} tokens, the package takes up to {most}"
         if not self.dtype and self.form == "compiled":
             return self.selection, "eager: the package prunes by another method"
         form = self._form(misfit)
@@ -109,6 +117,12 @@ class TokenGraphs:
 
     def pruning_by(self, selector: Selector) -> TokenGraphs:
         return replace(self, selection=eager(selector), dtype="")
+
+    def kept_cells(self, choice: CellChoice, cells_THWCB: Tensor) -> tuple[Tensor, str]:
+        """Return which cells of an item the tower gets, and the form in which they were chosen."""
+        run = self.packaged_cells.get(choice.name)
+        misfit = "" if run else f"the bundle has no package of '{choice.name}' (build with --selector)"
+        return kept_cells(choice, cells_THWCB, run), self._form(misfit)
 
     def write(
         self,
@@ -157,7 +171,7 @@ def eager_graphs(selector: str = "evs", reason: str = "") -> TokenGraphs:
     return TokenGraphs(selection=eager(find_method(selector)), reason=reason)
 
 
-def planned_graphs(selector: str | None, device: str) -> GraphsIdentity:
+def planned_graphs(selector: str | None, device: str, cells: tuple[str, ...] = ()) -> GraphsIdentity:
     """Return which graphs a build on this machine makes for rows on a device; without a selector, none."""
     if selector is None:
         return GraphsIdentity(reason="the family has no tokens to prune, and positions count up from 0")
@@ -165,7 +179,7 @@ def planned_graphs(selector: str | None, device: str) -> GraphsIdentity:
         return GraphsIdentity(selector=selector, reason="no C++ compiler where the bundle was built")
     if device == "cuda" and not torch.cuda.is_available():
         return GraphsIdentity(selector=selector, reason="no GPU where the bundle was built")
-    return GraphsIdentity(selector=selector, target=target_here(device))
+    return GraphsIdentity(selector=selector, target=target_here(device), cells=cells)
 
 
 @contextmanager
@@ -176,7 +190,6 @@ def compiling(identity: GraphsIdentity, scratch: Path, dtype: str) -> Iterator[N
         return
     folder = Path(tempfile.mkdtemp(dir=scratch), "graphs")
     folder.mkdir()
-    job = json.dumps([identity.selector, identity.target.device, str(folder), dtype])
     with Popen(
         system.command(_child.START, f"{__name__}:write_packages", "0"),
         env=system.environment(),
@@ -189,7 +202,7 @@ def compiling(identity: GraphsIdentity, scratch: Path, dtype: str) -> Iterator[N
             assert process.stdin is not None
             # The process ends when its input does.
             with suppress(BrokenPipeError):
-                process.stdin.write(f"{job}\n")
+                process.stdin.write(f"{_job(identity, folder, dtype)}\n")
                 process.stdin.flush()
             yield
         finally:
@@ -198,8 +211,8 @@ def compiling(identity: GraphsIdentity, scratch: Path, dtype: str) -> Iterator[N
 
 def write_packages(job: str, progress: object) -> str:  # noqa: ARG001  jobs are called with both
     """Write packages in this process, ahead of its caller, or for one that must not crash with them."""
-    method, device, folder, dtype = json.loads(job)
-    _write_packages(method, target_here(device), Path(folder), dtype)
+    method, cells, device, folder, dtype = json.loads(job)
+    _write_packages(planned_graphs(method, device, tuple(cells)), Path(folder), dtype)
     return ""
 
 
@@ -213,33 +226,45 @@ def write_graphs(identity: GraphsIdentity, folder: Path, dtype: str) -> GraphsId
         return identity
     try:
         if identity.target.device in TRIED_APART:
-            job = json.dumps([identity.selector, identity.target.device, str(folder), dtype])
-            limits = BuildLimits(seconds=LONGEST_COMPILE_SECONDS * len(PACKAGES))
+            count = len(PACKAGES) + len(identity.cells)
             work = _child.Work(
-                function=f"{__name__}:write_packages", job=job, library="torch's compiler", limits=limits
+                function=f"{__name__}:write_packages",
+                job=_job(identity, folder, dtype),
+                library="torch's compiler",
+                limits=BuildLimits(seconds=LONGEST_COMPILE_SECONDS * count),
             )
             _child.run(work, lambda *_: None)
         else:
-            _write_packages(identity.selector, identity.target, folder, dtype)
+            _write_packages(identity, folder, dtype)
     except (_child.CrashedError, UnsupportedError, MisfitError, ResourceError) as error:
-        for name in PACKAGES:
+        for name in (*PACKAGES, *map(CELLS.format, identity.cells)):
             (folder / name).unlink(missing_ok=True)
-        return replace(identity, target=None, reason=str(error))
+        return replace(identity, target=None, reason=str(error), cells=())
     return identity
 
 
-def _write_packages(method: str, target: Target, folder: Path, dtype: str) -> None:
-    selector, device = find_method(method), target.device
+def _job(identity: GraphsIdentity, folder: Path, dtype: str) -> str:
+    assert identity.target is not None
+    return json.dumps([identity.selector, identity.cells, identity.target.device, str(folder), dtype])
+
+
+def _write_packages(identity: GraphsIdentity, folder: Path, dtype: str) -> None:
+    target = identity.target
+    assert target is not None
+    assert identity.selector is not None
+    selector, device = find_method(identity.selector), target.device
     programs: dict[str, tuple[Callable[[], torch.export.ExportedProgram], Settings]] = {
         PRUNE: (lambda: exported_selection(selector, dtype, device), precision_of(selector)),
         POSITIONS: (lambda: _exported(_Rows(), "cpu"), {}),
         KEPT_POSITIONS: (lambda: _exported(_Kept(), device), {}),
     }
+    programs |= {CELLS.format(name): (partial(exported_chooser, name), {}) for name in identity.cells}
     # A dtype or a selector changes nothing about positions, nor a device about those of whole prompts.
     own = {
         PRUNE: (selector.name, dtype, target.tag),
         POSITIONS: (replace(target, device="cpu").tag,),
         KEPT_POSITIONS: (target.tag,),
+        **{CELLS.format(name): (replace(target, device="cpu").tag,) for name in identity.cells},
     }
     source = digest_with_imports(f"import {__name__}".encode(), MAKERS)
     for name, (trace, settings) in programs.items():
@@ -292,6 +317,8 @@ def open_graphs(identity: GraphsIdentity, payloads: Payloads, dtype: str) -> Tok
             return replace(plain, reason=reason)
         try:
             prune, rows, kept = (load_function(payloads.read(name), name) for name in PACKAGES)
+            files = {name: CELLS.format(name) for name in identity.cells}
+            cells = {name: _chooser(payloads.read(file), file) for name, file in files.items()}
         except (MisfitError, ResourceError) as error:
             # Of this machine, and for pruning and answers alone.
             warn_once(f"pruning and positions run eagerly: {error}")
@@ -319,7 +346,18 @@ def open_graphs(identity: GraphsIdentity, payloads: Payloads, dtype: str) -> Tok
         device=identity.target.device,
         packaged_rows=write,
         packaged_kept=write_kept,
+        packaged_cells=cells,
     )
+
+
+def _chooser(content: bytes, file: str) -> Choose:
+    choose = load_function(content, file)
+
+    def run(cells_THWCB: Tensor, room_K: Tensor) -> tuple[Tensor, Tensor]:
+        kept_K, count = choose(cells_THWCB.contiguous(), room_K)
+        return kept_K, count
+
+    return run
 
 
 @contextmanager

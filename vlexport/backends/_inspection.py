@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -57,11 +57,15 @@ class Portable:
     tables     structure of a call's media to the engine's inputs but the patches
     prune      embeddings and grid of a video to what is kept, and its block of positions
     positions  blocks of a prompt to positions and delta
+    cell_tables  structure and kept cells to the inputs of a call of these, where rules choose cells
+    selects    by rule, patches of an item to its cells that stay
     """
 
     tables: GraphCall
     prune: GraphCall | None
     positions: GraphCall
+    cell_tables: GraphCall | None = None
+    selects: Mapping[str, GraphCall] = field(default_factory=dict)
 
 
 @runtime_checkable
@@ -82,15 +86,19 @@ class ChecksNetwork(Protocol):
 class RunsPortable(Protocol):
     """A backend whose library runs the graphs around the engine."""
 
-    def write_portable(self, graph: Graph, selector: str | None, out: Path) -> None:
+    def write_portable(
+        self, graph: Graph, selector: str | None, out: Path, cells: Sequence[str] = ()
+    ) -> None:
         """Write the graphs; without a selector none prunes."""
 
-    def portable(self, payloads: Payloads, selector: str | None) -> Portable: ...
+    def portable(self, payloads: Payloads, selector: str | None, cells: Sequence[str] = ()) -> Portable: ...
 
 
-def portable_of(backend: Backend, payloads: Payloads, selector: str | None) -> Portable | None:
+def portable_of(
+    backend: Backend, payloads: Payloads, selector: str | None, cells: Sequence[str] = ()
+) -> Portable | None:
     """Return the graphs around an engine; None where the library runs none."""
-    return backend.portable(payloads, selector) if isinstance(backend, RunsPortable) else None
+    return backend.portable(payloads, selector, cells) if isinstance(backend, RunsPortable) else None
 
 
 @runtime_checkable

@@ -8,7 +8,7 @@ import mmap
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import lru_cache
@@ -133,19 +133,23 @@ class OnnxRuntime(Backend):
         passes.drop_unused(model)
         passes.save(model, out / MODEL, WEIGHTS)
 
-    def write_portable(self, graph: Graph, selector: str | None, out: Path) -> None:
+    def write_portable(
+        self, graph: Graph, selector: str | None, out: Path, cells: Sequence[str] = ()
+    ) -> None:
         from vlexport.onnx import portable
 
-        for name, content in portable.portable_graphs(graph, selector).items():
+        for name, content in portable.portable_graphs(graph, selector, cells).items():
             (out / name).write_bytes(content)
 
-    def portable(self, payloads: Payloads, selector: str | None) -> Portable:
-        from vlexport.onnx.portable import POSITIONS, PRUNE, TABLES
+    def portable(self, payloads: Payloads, selector: str | None, cells: Sequence[str] = ()) -> Portable:
+        from vlexport.onnx.portable import CELL_TABLES, POSITIONS, PRUNE, SELECT, TABLES
 
         return Portable(
             tables=_call(payloads.read(TABLES)),
             prune=_call(payloads.read(PRUNE)) if selector is not None else None,
             positions=_call(payloads.read(POSITIONS)),
+            cell_tables=_call(payloads.read(CELL_TABLES)) if cells else None,
+            selects={name: _call(payloads.read(SELECT.format(name))) for name in cells},
         )
 
     def open(self, payloads: Payloads, spec: EngineSpec, options: Options) -> Runner:

@@ -176,7 +176,7 @@ class Bundle:
         if manifest.precision.quantisation is not None:
             words += ["--quantize", manifest.precision.quantisation]
         if (method := selector or manifest.graphs.selector) is not None:
-            words += ["--selector", method]
+            words += ["--selector", ",".join((method, *manifest.graphs.cells))]
         targets = manifest.options.get("targets")
         if isinstance(targets, Sequence) and targets:
             words += ["--targets", device or ",".join(map(str, targets))]

@@ -19,7 +19,8 @@ from vlexport.specs import BYTES, DTYPES, PIXELS, ShapeProfile, TensorSpec
 from vlexport.target import Target
 
 # 3: graphs of pruning and positions. 4: adapters and quantised checkpoints. 5: digests of parts of files.
-SCHEMA = 5
+# 6: rules before the tower.
+SCHEMA = 6
 
 Status = Literal["passed", "failed", "observed", "blocked", "not_run"]
 
@@ -110,18 +111,23 @@ class Precision:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphsIdentity:
-    """Graphs of pruning and positions; eager without a target, and none without a selector."""
+    """Graphs of pruning and positions; eager without a target, and none without a selector.
+
+    `cells` names the rules that choose what the tower gets (pruning/cells.py) and have a package.
+    """
 
     selector: str | None = None
     target: Target | None = None
     reason: str = ""
+    cells: tuple[str, ...] = ()
 
     def forms(self, rule: str, form: str = "") -> dict[str, str]:
         if self.selector is None:
             return {}
         form = form or (f"compiled for {self.target}" if self.target else f"eager: {self.reason}")
         layout = {"layout": f"eager: {LAYOUT}"} if rule == "time_as_text" else {}
-        return {"prune": form, **layout, **({} if rule == "linear" else {"positions": form})}
+        before = {f"prune_before {name}": form for name in self.cells}
+        return {"prune": form, **before, **layout, **({} if rule == "linear" else {"positions": form})}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -313,7 +319,7 @@ class BuildKey:
 def key_of(build: BuildKey) -> str:
     """Return the SHA-256 of the canonical JSON of every field."""
     content = encode(build)
-    return hashlib.sha256(canonical({"vlexport build key": 3, "build": content})).hexdigest()
+    return hashlib.sha256(canonical({"vlexport build key": 4, "build": content})).hexdigest()
 
 
 def entry_path(into: Path, build: BuildKey) -> Path:

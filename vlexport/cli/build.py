@@ -42,7 +42,9 @@ class BuildOptions:
         "Shape profile: any, thumbnail, image or video; several as image,video (default: the recipe's).",
     )
     selector: str | None = option(
-        "METHOD", "Video token pruning method: evs, evs-snap or vidcom2 (default: the recipe's)."
+        "METHOD",
+        "Video token pruning method: evs, evs-snap or vidcom2 (default: the recipe's); with rules of "
+        "--prune-before to compile, as evs,static,predicted.",
     )
     targets: str | None = option("GPUS", "Compute capabilities to build for, e.g. sm89,sm120 (tensorrt_rtx).")
     device: str | None = option("DEVICE", "Device of the engine: cpu or cuda (onnxruntime; default: cpu).")

@@ -68,7 +68,13 @@ def encode_collection(
     assert folder is not None
     if not (media.image or media.video or shards.media_list):
         raise InputError(f"{NOTHING[:-1]} or --list.")
-    settings = CollectionSettings(fps=media.fps, prune=media.prune, shard_items=shards.shard_items)
+    settings = CollectionSettings(
+        fps=media.fps,
+        prune=media.prune,
+        method=media.method,
+        prune_before=media.prune_before,
+        shard_items=shards.shard_items,
+    )
     arguments = opening.arguments()
     usable = opening.require_usable(bundle)
     items = list_items(media.image, media.video, shards.media_list, without=folder)

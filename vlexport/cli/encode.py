@@ -82,7 +82,13 @@ def _encode_files(
         progress("open", 0.0)
         with load(usable, **arguments) as pipeline:
             outcomes = pipeline.encode_all(
-                images=images, videos=videos, fps=media.fps, prune=media.prune, progress=progress
+                images=images,
+                videos=videos,
+                fps=media.fps,
+                prune=media.prune,
+                method=media.method,
+                prune_before=media.prune_before,
+                progress=progress,
             )
     names = [*(f"image.{at}" for at in range(len(images))), *(f"video.{at}" for at in range(len(videos)))]
     results = dict(zip(names, outcomes, strict=True))
@@ -95,8 +101,8 @@ def _encode_files(
         raise first
     sources = zip(names, (*images, *videos), strict=True)
     metadata = {f"{name}.file": _name_of(source) for name, source in sources if name in items}
-    rates = {"prune": media.prune, "fps": media.fps}
-    metadata |= {name: str(rate) for name, rate in rates.items() if rate is not None}
+    settings = {name: getattr(media, name) for name in ("prune", "method", "prune_before", "fps")}
+    metadata |= {name: str(value) for name, value in settings.items() if value is not None}
     shapes = save(items, output, provenance(pipeline.bundle) | metadata)
     forms = {name: {"prune": item.form} for name, item in items.items() if item.form}
     if as_json:

@@ -165,6 +165,12 @@ class PrunedMedia(Media):
     """Images and videos, of which tokens may be pruned."""
 
     prune: float | None = option("RATE", "Fraction of video tokens to prune, 0 <= RATE < 1.")
+    method: str | None = option(
+        "METHOD", "By what --prune prunes: evs, static, ... (default: the method of the bundle)."
+    )
+    prune_before: str | None = option(
+        "METHOD", "Cells to keep from the tower: RATE, static:RATE, contrast:RATE, predicted, ..."
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

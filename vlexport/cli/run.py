@@ -51,6 +51,8 @@ class Question:
             videos=options.media_files(media.video, openable=True),
             fps=media.fps,
             prune=media.prune,
+            method=media.method,
+            prune_before=media.prune_before,
             generation=Generation(**{**asdict(sampling), "stop": tuple(sampling.stop)}),
         )
 

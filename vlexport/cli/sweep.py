@@ -29,8 +29,11 @@ def sweep(
     fps: float | None = options.FPS,
     rates: str = option("RATE,...", "Fractions of tokens to prune.", default="0,0.3,0.5,0.7,0.9"),
     selectors: str = option(
-        "NAME,...", "Pruning methods and baselines.", default="evs,evs-snap,vidcom2,random,uniform"
+        "NAME,...",
+        "Methods and baselines; also static, before:static, before:static+evs, predicted, resolution.",
+        default="evs,evs-snap,vidcom2,random,uniform",
     ),
+    most_lost: float | None = option("PERCENT", "Name the cheapest setting that loses at most so much."),
     seeds: int = option("N", "Draws of the random and uniform baselines.", default=1),
     max_new_tokens: int = option("N", "Maximum number of generated tokens.", default=32),
     plot: Path | None = option("FILE", "Write a chart, *.svg.", callback=new_file(".svg")),
@@ -67,10 +70,10 @@ def sweep(
             **opening.arguments(),
             **decoding.arguments(),
         )
-    _show(result, plot, as_json=as_json)
+    _show(result, plot, most_lost, as_json=as_json)
 
 
-def _show(result: Sweep, plot: Path | None, *, as_json: bool) -> None:
+def _show(result: Sweep, plot: Path | None, most_lost: float | None, *, as_json: bool) -> None:
     from vlexport.runtime.outputs import writing
 
     for name, error in result.failed.items():
@@ -81,6 +84,8 @@ def _show(result: Sweep, plot: Path | None, *, as_json: bool) -> None:
         for head, rows in result.tables():
             show_table(head, rows)
         print_line(result.about())
+        if most_lost is not None:
+            print_line(result.advice(most_lost))
     with data_is_out():
         if plot is not None:
             with writing(plot, "--plot") as temporary:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ GOLDEN = (5**0.5 - 1) / 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Baseline:
+class Baseline(Selector):
     """A choice by place and seed."""
 
     seed: int = 0
@@ -39,9 +39,6 @@ class Baseline:
     def retained_count(self, tokens_per_frame: int, frames: int, rate: float) -> int:
         return retained_count(tokens_per_frame, frames, rate)
 
-    def portable(self) -> Self:
-        return self
-
     def _random(self) -> torch.Generator:
         return torch.Generator().manual_seed(self.seed)
 
@@ -51,7 +48,7 @@ class RandomSelector(Baseline):
 
     name = "random"
 
-    def scores(self, embeds_TND: Tensor, share: Tensor) -> Tensor:
+    def scores(self, embeds_TND: Tensor, share: Tensor, num_kept: int = 0) -> Tensor:
         drawn_TN = torch.rand(embeds_TND.shape[:2], generator=self._random())
         return drawn_TN.to(embeds_TND.device)
 
@@ -65,7 +62,7 @@ class UniformSelector(Baseline):
 
     name = "uniform"
 
-    def scores(self, embeds_TND: Tensor, share: Tensor) -> Tensor:
+    def scores(self, embeds_TND: Tensor, share: Tensor, num_kept: int = 0) -> Tensor:
         frames, num_tokens = embeds_TND.shape[:2]
         start = torch.rand(1, generator=self._random(), dtype=torch.float64)
         spread_R = (torch.arange(frames * num_tokens, dtype=torch.float64) * GOLDEN + start) % 1.0

@@ -7,6 +7,7 @@ with the un-pruned ones. An answer that differs is generated too, and compared w
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import sys
@@ -14,7 +15,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+import torch.nn.functional as F
 
 from vlexport.backends import Options
 from vlexport.bundle import Bundle
@@ -25,15 +29,19 @@ from vlexport.evaluate.baselines import BASELINES
 from vlexport.evaluate.tasks import Question, read_task
 from vlexport.evaluate.teacher_forcing import ForcedAnswer, force
 from vlexport.positions.rules import check_rate
-from vlexport.pruning.methods import METHODS
+from vlexport.pruning.cells import RULES
+from vlexport.pruning.methods import METHODS, REQUESTED
 from vlexport.pruning.selectors import Selector
 from vlexport.report.sweep import ALL, IMAGES, VIDEOS, WHOLE, Outcome, Outcomes, Sweep, rows_of
 from vlexport.runtime.decoder import Language
 from vlexport.runtime.generate import AnswerGenerator, RuntimeOptions, Sampler
 from vlexport.runtime.outputs import Answer, Encoded, attempt
 from vlexport.runtime.pipeline import Pipeline, load
+from vlexport.runtime.preprocess import read_pixels
 from vlexport.runtime.prune import Pruner
 from vlexport.runtime.request import Generation, Request, RequestState, many
+from vlexport.specs import Pixels
+from vlexport.vision.grid_tower import GridPacking
 
 if TYPE_CHECKING:
     from vlexport.runtime.request import VideoSource
@@ -42,7 +50,48 @@ Progress = Callable[[str, float], None]
 
 RATES = (0.0, 0.3, 0.5, 0.7, 0.9)
 SELECTORS = (*METHODS, *BASELINES)
+# Those that score rows, with the question or without it.
+BY_ROWS = (*REQUESTED, *BASELINES)
+PIXELS = tuple(name for name, rule in RULES.items() if rule.is_rated)
+# As many tokens by fewer pixels.
+RESOLUTION = "resolution"
 PROMPT = "Describe what happens in this video."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """What is pruned by what: a method of rows or of pixels after the tower, a rule before it, or both."""
+
+    before: str | None = None
+    method: str | None = None
+
+    @classmethod
+    def of(cls, name: str) -> Self:
+        """Read `evs`, `static`, `before:static`, `before:static+evs`, `predicted` or `resolution`."""
+        first, _, rest = name.partition(":")
+        before, _, method = rest.partition("+")
+        if first == "before" and before in RULES and (not method or method in (*METHODS, *PIXELS)):
+            return cls(before=before, method=method or None)
+        if not rest and name in (*BY_ROWS, *PIXELS, RESOLUTION):
+            return cls(method=name)
+        if name in RULES:
+            return cls(before=name)
+        raise RequestError(
+            f"selectors: '{name}' given; {', '.join((*BY_ROWS, *PIXELS, RESOLUTION))}, predicted, "
+            "before:RULE or before:RULE+METHOD expected."
+        )
+
+    @property
+    def is_rated(self) -> bool:
+        return self.method is not None or RULES[str(self.before)].is_rated
+
+    def options(self, rate: float) -> dict[str, Any]:
+        """Return the keywords of `Pipeline.encode`; of both steps the first drops half of the share."""
+        options: dict[str, Any] = {}
+        if self.before:
+            share = rate / 2 if self.method else rate
+            options["prune_before"] = f"{self.before}:{share}" if RULES[self.before].is_rated else self.before
+        return options | ({"prune": rate, "method": self.method} if self.method else {})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,11 +105,10 @@ class SweepPlan:
 
     def __post_init__(self) -> None:
         rates = tuple(sorted({0.0, *(float(check_rate(rate)) for rate in self.rates)}))
-        unknown = [name for name in self.selectors if name not in SELECTORS]
-        if unknown or not self.selectors:
-            raise RequestError(
-                f"selectors: {', '.join(unknown) or 'none'} given, some of {', '.join(SELECTORS)} expected."
-            )
+        if not self.selectors:
+            raise RequestError(f"selectors: none given, some of {', '.join(SELECTORS)} expected.")
+        for name in self.selectors:
+            Setting.of(name)
         if len(rates) == 1:
             raise RequestError("rates: none above 0 given, at least one expected, such as 0.5.")
         if checked("seeds", self.seeds, int) < 1:
@@ -106,7 +154,9 @@ def sweep(  # noqa: PLR0913  what the command line offers, in one place
     videos, prompt  instead of it: one question about each video, for agreement with the un-pruned answer
     fps             as for `Pipeline.encode`; of questions that have none
     rates           shares of video tokens to drop; 0 is always among them
-    selectors       methods of pruning, `random` and `uniform`, whichever the bundle was built with
+    selectors       methods of pruning, `random` and `uniform`, whichever the bundle was built with; `static`
+                    and others by pixels; `before:static` and `predicted` before the tower,
+                    `before:static+evs` on both sides; `resolution` for fewer pixels
     seeds           draws of `random` and `uniform`
     max_new_tokens  the longest answer
 
@@ -153,17 +203,26 @@ def _sweep_of(
     answered = [case for case in cases.values() if isinstance(case, Case) and case.name in good]
     are_mixed = len({case.kind for case in answered}) > 1
     categories = [_categories(case, are_mixed) for case in answered]
-    own = pipeline.graphs.selection.selector.name
+    own, compiled = pipeline.graphs.selection.selector.name, {*pipeline.graphs.packaged_cells}
     return Sweep(
         bundle=str(pipeline.bundle.path),
         digest=pipeline.bundle.digest,
         task=task,
         seeds=plan.seeds,
         chance=_chance(answered, categories),
-        forms={name: pipeline.graphs.form if name == own else "eager" for name in plan.selectors},
+        forms={
+            name: pipeline.graphs.form if name == own or _rules(name) <= compiled else "eager"
+            for name in plan.selectors
+        },
         rows=rows_of(list(good.values()), categories),
         failed=failed,
     )
+
+
+def _rules(name: str) -> set[str]:
+    """Return the rules of pixels of a setting, and what in it has no package."""
+    setting = Setting.of(name)
+    return {part for part in (setting.before, setting.method) if part}
 
 
 def _cases(
@@ -237,7 +296,8 @@ class Runner:
         self.plan = plan
         self.language = pipeline.language
         self.sampler = Sampler(plan.generation)
-        self._last: tuple[object, Encoded, float] | None = None
+        self._last: object = None
+        self._items: dict[object, tuple[Encoded, float]] = {}
 
     def outcomes(self, case: Case) -> Outcomes:
         item, seconds = self._encoded(case)
@@ -247,36 +307,86 @@ class Runner:
         outcome, whole = self._judged(trial, steps, request, steps.prompted(steps.preprocess(request)))
         outcomes = {(WHOLE, 0.0): [replace(outcome, first_token=seconds + outcome.first_token)]}
         trial = replace(trial, whole=whole)
+        settings = {name: Setting.of(name) for name in self.plan.selectors if name not in BY_ROWS}
         for rate in self.plan.rates[1:]:
-            draws = {name: self._draws(name, case) for name in self.plan.selectors}
-            kept = max(_count(selector, item, rate) for selector, *_ in draws.values())
+            draws = {name: self._draws(name, case) for name in self.plan.selectors if name in BY_ROWS}
+            own = int(len(item.embeds) * (1 - rate)) if case.kind == "video" else 0
+            pruning = [selector for selector, *_ in draws.values() if item.kind in selector.kinds]
+            kept = max((_count(selector, item, rate) for selector in pruning), default=own)
+            for name, setting in settings.items():
+                key = (name, rate if setting.is_rated else 0.0)
+                if key not in outcomes:
+                    outcomes[key] = [self._of_pixels(trial, name, setting, rate, kept)]
             for name, selectors in draws.items():
                 outcomes[name, rate] = [
                     self._outcome(trial, selector, _rate_for(selector, item, rate, kept))
                     for selector in selectors
                 ]
-            counts = {name: [outcome.kept for outcome in outcomes[name, rate]] for name in draws}
-            assert {count for several in counts.values() for count in several} == {kept}, (rate, kept, counts)
+            counts = {
+                name: [outcome.kept for outcome in outcomes[name, rate]]
+                for name, (selector, *_) in draws.items()
+                if item.kind in selector.kinds
+            }
+            assert {count for several in counts.values() for count in several} <= {kept}, (rate, kept, counts)
         return outcomes
 
-    def _encoded(self, case: Case) -> tuple[Encoded, float]:
-        """Return embeddings and the seconds from file to them; neighbours about one file share them."""
-        key = (case.kind, case.source, case.fps) if isinstance(case.source, str | Path) else None
-        if key is None or self._last is None or self._last[0] != key:
+    def _encoded(self, case: Case, most: int | None = None, **options: Any) -> tuple[Encoded, float]:
+        """Return embeddings and the seconds from file to them; neighbours about one file share them.
+
+        most  tokens that fewer pixels are to give
+        """
+        file = (case.kind, case.source, case.fps) if isinstance(case.source, str | Path) else None
+        if file is None or self._last != file:
+            self._last, self._items = file, {}
+        key = (most, *sorted(options.items()))
+        if key not in self._items:
             started = time.perf_counter()
-            limits, sources = self.pipeline.options.limits.media, [case.source]
-            if case.kind == "video":
-                (item,) = self.pipeline.encode(videos=sources, fps=case.fps, limits=limits)
-            else:
-                (item,) = self.pipeline.encode(images=sources, fps=case.fps, limits=limits)
+            limits, source = self.pipeline.options.limits.media, case.source
+            if most is not None:
+                source = self._smaller(read_pixels(case.kind, source, case.fps, limits), most)
+            sources: dict[str, Any] = {f"{case.kind}s": [source]}
+            (item,) = self.pipeline.encode(**sources, fps=case.fps, limits=limits, **options)
             item.embeds[:1].cpu()  # waits for a device
-            self._last = (key, item, time.perf_counter() - started)
-        return self._last[1:]
+            self._items[key] = (item, time.perf_counter() - started)
+        return self._items[key]
+
+    def _smaller(self, pixels: Pixels, most: int) -> Pixels:
+        """Return frames of a size that gives at most so many tokens, in about their shape."""
+        packing = self.pipeline.session.packing
+        if not isinstance(packing, GridPacking):
+            raise RequestError(f"selectors: {RESOLUTION} given, which is for towers that take any size.")
+        frames, height, width = self.pipeline.session.preprocess(pixels).grid
+        side = packing.rule.patch * packing.merge
+        rows, columns = height // packing.merge, width // packing.merge
+        scale = math.sqrt(min(1.0, most / (frames * rows * columns)))
+        size = [max(1, int(count * scale)) * side for count in (rows, columns)]
+        frames_TCHW = pixels.frames.permute(0, 3, 1, 2).float()
+        resized = F.interpolate(frames_TCHW, size, mode="bicubic", antialias=True)
+        return replace(pixels, frames=resized.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1))
+
+    def _of_pixels(self, trial: _Trial, name: str, setting: Setting, rate: float, kept: int) -> Outcome:
+        """Return the outcome of a setting that starts from the pixels, with so many tokens of a video."""
+        exact = 1 - (kept + 0.5) / len(trial.item.embeds) if kept else rate
+        options = {"most": kept} if name == RESOLUTION else setting.options(max(exact, 0.0))
+        if name == RESOLUTION and not kept:
+            options = {"most": int(len(trial.item.embeds) * (1 - rate))}
+        item, seconds = self._encoded(trial.case, **options)
+        steps, request = self._steps(None), self._request(trial.case, item, 0.0)
+        outcome, _ = self._judged(trial, steps, request, steps.prompted(steps.preprocess(request)))
+        # Without a rule before it the tower had all.
+        seconds += 0.0 if setting.before or name == RESOLUTION else trial.seconds
+        return replace(
+            outcome,
+            kept=len(item.embeds),
+            tokens=len(trial.item.embeds),
+            first_token=seconds + outcome.first_token,
+            encode=seconds,
+        )
 
     def _draws(self, name: str, case: Case) -> list[Selector]:
         """Return the selector, or one for each seed; baselines choose other places for each question."""
-        if name in METHODS:
-            return [METHODS[name]]
+        if name in REQUESTED:
+            return [REQUESTED[name]]
         seeds = (random.Random(f"{seed}/{case.name}").getrandbits(62) for seed in range(self.plan.seeds))
         return [BASELINES[name](seed=seed) for seed in seeds]
 
@@ -315,23 +425,24 @@ class Runner:
         question, text = trial.case.question, trial.answer.text
         if question and top1 < 1:
             text = steps.completed(steps.preprocess(request)).text
-        is_video = item.kind == "video"
+        counts = item.kind == "video" or item.kept is not None
         outcome = Outcome(
-            kept=len(item.embeds) if is_video else 0,
-            tokens=len(trial.item.embeds) if is_video else 0,
+            kept=len(item.embeds) if counts else 0,
+            tokens=len(trial.item.embeds) if counts else 0,
             right=float(question.is_right(text)) if question else None,
             top1=top1,
             kl=kl,
             exact=float(top1 == 1),
             first_token=first_token,
+            encode=trial.seconds,
         )
         return outcome, forced
 
 
 def _count(selector: Selector, item: Encoded, rate: float) -> int:
-    """Return how many tokens of a video a selector keeps; 0 for an image, which no selector prunes."""
+    """Return how many tokens of an item a selector keeps."""
     frames = item.grid[0]
-    return selector.retained_count(len(item.embeds) // frames, frames, rate) if item.kind == "video" else 0
+    return selector.retained_count(len(item.embeds) // frames, frames, rate)
 
 
 def _rate_for(selector: Selector, item: Encoded, rate: float, kept: int) -> float:

@@ -13,14 +13,16 @@ tensors of integers.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
 import onnx
 import onnx_ir as ir
 import torch
-from onnx import TensorProto, compose, parser
+from onnx import TensorProto, parser
 from onnxscript import opset18
 from torch import Tensor, nn
 
@@ -34,18 +36,25 @@ from vlexport.positions.mrope import resumes_by_width
 from vlexport.positions.plan import BlockRows, plan_columns, write_positions
 from vlexport.pruning.compile import onnx_program
 from vlexport.pruning.methods import find_method
+from vlexport.pruning.pixels import Chooser
 from vlexport.pruning.selectors import Selector
 from vlexport.specs import MediaItem, Symbol, TensorSpec
 from vlexport.vision.attention.packing import Packing
+from vlexport.vision.grid_tower import GridPacking
 
 TABLES, PRUNE, POSITIONS = "tables.onnx", "prune.onnx", "positions.onnx"
+# Where a bundle has rules that choose cells: one graph a rule, and the tables of a call of some cells.
+SELECT, CELL_TABLES = "select_{}.onnx", "tables_cells.onnx"
 LIBRARIES = ("torch", "onnx", "onnxscript", "onnx-ir")
 # onnxscript's types are those of ONNX's values, and these functions take nodes.
 op: Any = opset18
 
 
-def portable_graphs(graph: Graph, selector: str | None) -> dict[str, bytes]:
-    """Return the files by name, those made before from the user's cache; without a selector none prunes."""
+def portable_graphs(graph: Graph, selector: str | None, cells: Sequence[str] = ()) -> dict[str, bytes]:
+    """Return the files by name, those made before from the user's cache; without a selector none prunes.
+
+    cells  rules that choose what the engine gets
+    """
     recipe, config, language = graph.recipe, graph.config, graph.recipe.language
     packing = recipe.packing(config)
     # A packing has no value to compare: it is what the recipe makes of the config.
@@ -55,6 +64,12 @@ def portable_graphs(graph: Graph, selector: str | None) -> dict[str, bytes]:
         TABLES: _kept(TABLES, tables, lambda: tables_graph(packing, graph.inputs)),
         POSITIONS: _kept(POSITIONS, [positions.__name__], positions),
     }
+    for name in cells:
+        graphs[SELECT.format(name)] = _kept(SELECT, [name, *tables], partial(select_graph, name, packing))
+    if cells:
+        graphs[CELL_TABLES] = _kept(
+            CELL_TABLES, tables, lambda: tables_graph(packing, graph.inputs, some_cells=True)
+        )
     if selector is not None:
         written = recipe.position_rule == "time_as_text"
         pace = 0.0 if written else language.tokens_per_second(config) if language else 1.0
@@ -87,20 +102,50 @@ class _Tables(nn.Module):
         return self.packing.tables(structure, "grouped")
 
 
-def tables_graph(packing: Packing, engine_inputs: Sequence[TensorSpec]) -> onnx.ModelProto:
-    """Trace the tables of a call; its outputs have names and axes of the engine's inputs."""
+class _Select(nn.Module):
+    """Which cells of an item stay by a rule, from its patches in cells: [T, H, W, patches, values]."""
+
+    def __init__(self, name: str, packing: GridPacking) -> None:
+        super().__init__()
+        self.chooser, self.packing = Chooser(name), packing
+
+    def forward(self, patches: Tensor, room: Tensor) -> tuple[Tensor, Tensor]:
+        return self.chooser(self.packing.bytes_in_cells(patches), room)
+
+
+def select_graph(name: str, packing: Packing) -> onnx.ModelProto:
+    """Trace a rule that chooses cells; `room` is as long as there are cells to keep, or to keep at most."""
+    assert isinstance(packing, GridPacking)
+    dims = [Symbol(size) for size in ("frames", "rows", "columns")]
+    taken: Shapes = {"patches": (*dims, packing.unit, packing.row_width), "room": (Symbol("room"),)}
+    dtype = torch.float32 if packing.levels is None else torch.uint8
+    patches = torch.zeros((6, 5, 7, packing.unit, packing.row_width), dtype=dtype)
+    room = torch.zeros(70, dtype=torch.bool)
+    return _traced(_Select(name, packing), (patches, room), taken, {"cells": (Symbol("room"),), "number": ()})
+
+
+def tables_graph(
+    packing: Packing, engine_inputs: Sequence[TensorSpec], *, some_cells: bool = False
+) -> onnx.ModelProto:
+    """Trace the tables of a call; its outputs have names and axes of the engine's inputs.
+
+    some_cells  of items of some of their cells, whose indices among all cells of the call it takes too
+    """
     mix = max(packing.mixes().values(), key=len)
     media = [
         MediaItem(kind=kind, patches=torch.empty(0), grid=grid, frame_groups=packing.frame_groups(kind, grid))
         for kind, grid in mix
     ]
-    structure = packing.structure(media)
-    rows = {name: (packing.structure_rows[name], *tensor.shape[1:]) for name, tensor in structure.items()}
+    structure, counts = dict(packing.structure(media)), dict(packing.structure_rows)
+    if some_cells:
+        whole = sum(math.prod(item.grid) for item in media) // packing.unit
+        structure["cells"], counts["cells"] = torch.arange(0, whole, 2), Symbol("kept")
+    rows = {name: (counts[name], *tensor.shape[1:]) for name, tensor in structure.items()}
     tables = packing.tables(structure, "grouped")
     columns = {spec.name: spec.shape for spec in engine_inputs if spec.name in tables}
     assert list(columns) == list(tables), "an engine takes all tables of its packing"
     try:
-        return _traced(_Tables(packing), (dict(structure),), rows, columns)
+        return _traced(_Tables(packing), (structure,), rows, columns)
     except UNEXPECTED as error:
         raise UnsupportedError(
             f"the tables of {type(packing).__name__} cannot be traced into {TABLES}: "
@@ -256,10 +301,11 @@ def prune_graph(
     counts_frames  the time between two frames counts as 1, whatever is given
     written        time is written between frames: text goes on behind the larger side of each
     """
+    least = selector.least_kept("per_frame", "frames")
     values = {
         "opset": OPSET,
         "merge": merge,
-        "least": selector.least_kept("per_frame", "frames"),
+        "least": "one" if least == 1 else least,
         "seconds": "Constant <value = double {1.0}> ()"
         if counts_frames
         else "Cast <to = 11> (seconds_per_grid)",
@@ -267,12 +313,25 @@ def prune_graph(
         "advance": "Max (rows, columns)" if written else "Identity (columns)",
     }
     model = parser.parse_model(PRUNE_TEXT.format(**values))
-    traced = _bare(compose.add_prefix(onnx_program(selector, dtype="float32").model_proto, "selection_"))
+    traced = _bare(onnx_program(selector, dtype="float32").model_proto)
+    _rename(traced.graph, "selection_")
     branch = next(node for node in model.graph.node if node.op_type == "If").attribute[1].g
     branch.node.extend(traced.graph.node)
     branch.initializer.extend(traced.graph.initializer)
     onnx.checker.check_model(model)
     return model
+
+
+def _rename(graph: onnx.GraphProto, prefix: str) -> None:
+    """Begin all names with a prefix, those inside of loops too."""
+    for value in (*graph.input, *graph.output, *graph.initializer):
+        value.name = prefix + value.name
+    for node in graph.node:
+        node.input[:] = [prefix + name if name else name for name in node.input]
+        node.output[:] = [prefix + name if name else name for name in node.output]
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                _rename(attribute.g, prefix)
 
 
 # Beyond every length.

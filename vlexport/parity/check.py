@@ -119,7 +119,7 @@ def check(  # noqa: PLR0913  options of a check
         assert subject.backend is not None
         inside = inside_of(subject.backend, bundle)
         graphs = opened_graphs(manifest.graphs, bundle, manifest.outputs[0].dtype)
-        portable = portable_of(subject.backend, bundle, manifest.graphs.selector)
+        portable = portable_of(subject.backend, bundle, manifest.graphs.selector, manifest.graphs.cells)
         report = run_checks(
             engine, subject, first=first, inside=inside, graphs=graphs, portable=portable, progress=progress
         )

@@ -6,6 +6,7 @@ T frames, N tokens per frame, R = T * N rows, D width, K kept rows, S block rows
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import cycle, islice, product
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from vlexport._build.token_graphs import TokenGraphs
 from vlexport.backends import Portable
+from vlexport.backends._inspection import GraphCall
 from vlexport.errors import VlexportError
 from vlexport.parity.report import Row, exact_row
 from vlexport.positions.media import full_positions, pruned_channels
@@ -28,8 +30,12 @@ from vlexport.positions.plan import (
     write_positions,
 )
 from vlexport.positions.rules import Grid, PlacedMedia, PositionRule, merged_sides
+from vlexport.pruning.cells import RULES, CellChoice
+from vlexport.pruning.pixels import kept_cells
 from vlexport.pruning.selectors import Selector, eager, prune_by
 from vlexport.recipe import C, Recipe
+from vlexport.vision.attention.packing import Packing
+from vlexport.vision.grid_tower import GridPacking
 
 # Frames, rows and columns in tokens: one frame and many, odd sides, a single row or column.
 VIDEOS = ((1, 2, 3), (2, 3, 5), (3, 7, 1), (8, 1, 4), (33, 2, 3))
@@ -74,6 +80,11 @@ def graph_rows(graphs: TokenGraphs, dtype: str) -> Iterator[Row]:
     faults = _first(place())
     note = _joined({*rows_in.values(), *kept_in.values()})
     yield exact_row("positions graph", faults, ORIGIN, shapes=f"{NUM_PROMPTS} prompts", note=note)
+    for name in graphs.packaged_cells:
+        faults = _first(_other_cells(graphs, name))
+        yield exact_row(
+            "cells graph", faults, ORIGIN, shapes=f"{len(VIDEOS)} videos", note=f"{name}, compiled"
+        )
 
 
 def portable_rows(portable: Portable, selector: Selector, recipe: Recipe[C], config: C) -> Iterator[Row]:
@@ -123,6 +134,40 @@ def portable_rows(portable: Portable, selector: Selector, recipe: Recipe[C], con
         shapes = f"{len(VIDEOS)} videos"
         yield exact_row("prune.onnx", faults, ORIGIN, shapes=shapes, note=selector.name)
     yield exact_row("positions.onnx", _first(place()), ORIGIN, shapes=f"{NUM_PROMPTS} prompts")
+    for name in portable.selects:
+        faults = _first(_other_selects(portable.selects[name], name, recipe.packing(config)))
+        yield exact_row("select.onnx", faults, ORIGIN, shapes=f"{len(VIDEOS)} videos", note=name)
+
+
+def _other_selects(run: GraphCall, name: str, packing: Packing) -> Iterator[str]:
+    assert isinstance(packing, GridPacking)
+    source = torch.Generator().manual_seed(0)
+    for size, rate in product(VIDEOS, RATES):
+        bytes_THWUP = torch.randint(0, 3, (*size, packing.unit, packing.row_width), generator=source).to(
+            torch.uint8
+        )
+        # Few values, and whole cells of one.
+        bytes_THWUP[:, ::2] = bytes_THWUP[:1, :1, :1]
+        patches = bytes_THWUP
+        if packing.levels is None:
+            patches = packing.rule.levels.pixels(bytes_THWUP.flatten(0, 3)).view(bytes_THWUP.shape)
+        choice = CellChoice(name=name, rate=rate if RULES[name].is_rated else None)
+        expected_K = kept_cells(choice, packing.bytes_in_cells(bytes_THWUP))
+        count = len(expected_K) if RULES[name].is_rated else math.prod(size)
+        chosen = run({"patches": patches, "room": torch.zeros(count, dtype=torch.bool)})
+        yield _other(f"cells of {size}", [chosen["cells"][: int(chosen["number"])]], [expected_K])
+
+
+def _other_cells(graphs: TokenGraphs, name: str) -> Iterator[str]:
+    source = torch.Generator().manual_seed(0)
+    for size, rate in product(VIDEOS, RATES):
+        # Few values, so that cells are equal, and colours of two bytes.
+        cells_THWCB = torch.randint(0, 3, (*size, 3, 2), generator=source).to(torch.uint8)
+        choice = CellChoice(name=name, rate=rate if RULES[name].is_rated else None)
+        kept_K, _ = graphs.kept_cells(choice, cells_THWCB)
+        yield _other(
+            f"cells of {'x'.join(map(str, size))} at {rate}", [kept_K], [kept_cells(choice, cells_THWCB)]
+        )
 
 
 def _first(faults: Iterator[str]) -> list[str]:

@@ -18,11 +18,15 @@ from vlexport.errors import InputError, LimitError
 from vlexport.parity.report import Row
 from vlexport.recipe import Recipe
 from vlexport.specs import MediaItem, Multiple, Range, ShapeProfile, Symbol, TensorSpec, bind, check_within
+from vlexport.vision.attention.packing import Packing
+from vlexport.vision.attention.segmentation import take_cells
 from vlexport.vision.preprocess import PixelNormalisation
 
 Grid = tuple[int, int, int]
 # Pixels this much fainter bring the first norm's statistics near its epsilon.
 FAINT = 1e-2
+# The share of cells that are left of a sample of some cells, and how it is called.
+SHARE, PART = 0.4, "some cells"
 # Patches along one side: odd places beyond 256 do not exist in bfloat16, and operators cut at powers of two.
 FAR = 1002
 # Patches along both sides of the frame with the longest attention segment that every build compares.
@@ -42,10 +46,16 @@ class Sample:
     def num_patches(self) -> int:
         return sum(len(item.patches) for item in self.items)
 
+    @property
+    def is_whole(self) -> bool:
+        return all(item.cells is None for item in self.items)
+
     def digest(self) -> str:
         hashed = hashlib.sha256()
         for item in self.items:
             cut = (item.grid, item.slices, item.frame_groups)
+            if item.cells is not None:
+                cut = (*cut, item.cells.tolist())  # type: ignore[assignment]
             hashed.update(f"{item.kind} {cut} {item.patches.dtype} {tuple(item.patches.shape)}\n".encode())
             hashed.update(item.patches.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
         return hashed.hexdigest()
@@ -74,6 +84,11 @@ def samples(recipe: Recipe[Any], config: Any, rules: SampleRules) -> Iterator[Sa
     """Yield the recipe's mixes and the corners of the profile, smallest first; rows where they do not fit."""
     mixes = _mixes(recipe, config, rules)
     sizes = {name: sum(math.prod(grid) for _, grid in mix) for name, mix in mixes.items()}
+    packing = recipe.packing(config)
+    fitting = [name for name in mixes if _misfit(recipe, config, mixes[name], rules) is None]
+    some = (
+        max(fitting, key=lambda name: (len(mixes[name]), name), default=None) if packing.takes_cells else None
+    )
     faint = next(iter(sorted(sizes, key=lambda name: (abs(sizes[name] - 64), name))), None)
     for number, name in enumerate(sorted(mixes, key=lambda name: (sizes[name], name))):
         reason = _misfit(recipe, config, mixes[name], rules)
@@ -83,9 +98,22 @@ def samples(recipe: Recipe[Any], config: Any, rules: SampleRules) -> Iterator[Sa
         items = random_items(recipe, config, mixes[name], seed=1000 * rules.seed + number)
         yield Sample(name=name, items=items)
         if name == faint:
-            levels = recipe.packing(config).levels
+            levels = packing.levels
             fainter = tuple(scaled(item, FAINT, levels) for item in items)
             yield Sample(name=f"{name}, faint", items=fainter)
+        if name == some:
+            parts = tuple(part_of(item, packing, seed) for seed, item in enumerate(items))
+            yield Sample(name=f"{name}, {PART}", items=parts)
+
+
+def part_of(item: MediaItem, packing: Packing, seed: int) -> MediaItem:
+    """Return some cells of an item, of a video none of its first frame, and at least one."""
+    per_frame = math.prod(item.grid[1:]) // packing.unit
+    drawn = torch.rand(item.grid[0] * per_frame, generator=torch.Generator().manual_seed(seed))
+    drawn[: per_frame if item.grid[0] > 1 else 0] = 1.0
+    cells = (drawn <= max(SHARE, float(drawn.min()))).nonzero()[:, 0]
+    patches = take_cells(item.patches, cells, packing.unit, len(drawn))
+    return replace(item, patches=patches, cells=cells)
 
 
 def prepared(subject: BuildSpec, items: Sequence[MediaItem]) -> dict[str, Tensor]:

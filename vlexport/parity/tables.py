@@ -50,10 +50,14 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """Everything that sizes, slices and frame numbers of a call's items imply."""
+    """Everything that sizes, slices and frame numbers of a call's items imply.
+
+    absent  cells of the items' grids that the call does not have
+    """
 
     pieces: tuple[Piece, ...]
     merge: int
+    absent: frozenset[Cell] = frozenset()
 
     @classmethod
     def of(cls, items: Sequence[MediaItem], merge: int, learned: int = 0) -> Call:
@@ -68,14 +72,28 @@ class Call:
                 sides = {"rows": rows // merge, "columns": columns // merge}
                 own = group + (place if together else at)
                 pieces.append(Piece(item=number, number=at, **sides, frame=frame, group=own, learned=learned))
-        return cls(pieces=tuple(pieces), merge=merge)
+        cells = [
+            [cell for piece in pieces if piece.item == at for cell in piece.cells()]
+            for at in range(len(items))
+        ]
+        present = [
+            range(len(own)) if item.cells is None else set(item.cells.tolist())
+            for own, item in zip(cells, items, strict=True)
+        ]
+        absent = (
+            cell
+            for own, there in zip(cells, present, strict=True)
+            for at, cell in enumerate(own)
+            if at not in there
+        )
+        return cls(pieces=tuple(pieces), merge=merge, absent=frozenset(absent))
 
     @classmethod
     def of_blocks(cls, items: Sequence[MediaItem], packing: Packing) -> Call:
         return cls.of(items, math.isqrt(packing.unit), packing.learned)
 
     def cells(self) -> list[Cell]:
-        return [cell for piece in self.pieces for cell in piece.cells()]
+        return [cell for piece in self.pieces for cell in piece.cells() if cell not in self.absent]
 
     def segments(self, kind: Segmentation) -> list[Segment] | None:
         side = math.isqrt(kind.largest or 0)
@@ -103,7 +121,7 @@ class Call:
         own = [piece for piece in self.pieces if piece.item == item]
         if queried is not None:
             return queried.queries * len({piece.group for piece in own})
-        return sum(piece.rows * piece.columns for piece in own)
+        return sum(piece.rows * piece.columns for piece in own) - sum(cell[0] == item for cell in self.absent)
 
     def raster(self) -> Iterator[list[int]]:
         start = 0

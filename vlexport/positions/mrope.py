@@ -9,6 +9,7 @@ indices), whatever the number and order of media. A prefill chunk takes its colu
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -88,7 +89,7 @@ def frame_positions(
     placed: list[tuple[int, Tensor]] = []
     for item, index_K in sorted(zip(media, kept, strict=True), key=lambda pair: pair[0].offset):
         if item.modality == "image":
-            block_4L = _whole_block(item, rule, pruned=False).to(device)
+            block_4L = _image_block(item, rule, index_K).to(device)
         else:
             all_G = torch.arange(num_tokens(item.grid, rule.merge), device=device)
             kept_K = all_G if index_K is None else index_K
@@ -178,6 +179,15 @@ def _whole_block(item: PlacedMedia, rule: PositionRule, *, pruned: bool) -> Tens
     if not resumes_by_width(4, rule.options) or rule.kind == "time_as_text":
         block_4L[3] = block_4L[:3].amax() + 1
     return block_4L
+
+
+def _image_block(item: PlacedMedia, rule: PositionRule, kept_K: Tensor | None) -> Tensor:
+    """Return the block of an image; what is kept of it has its place in the whole one."""
+    if kept_K is None:
+        return _whole_block(item, rule, pruned=False)
+    whole = replace(item, length=num_tokens(item.grid, rule.merge))
+    kept_K = _kept_indices(item, kept_K, rule.merge, kept_K.device)
+    return _whole_block(whole, rule, pruned=False).index_select(1, kept_K)
 
 
 def _expanded_block(ids_L: Sequence[int], item: PlacedMedia, rule: PositionRule, kept_K: Tensor) -> Tensor:

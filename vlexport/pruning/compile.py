@@ -19,6 +19,7 @@ from torch.export import Dim, ExportedProgram
 
 from vlexport._build.aoti import Settings
 from vlexport.errors import UnsupportedError
+from vlexport.pruning.pixels import Chooser
 from vlexport.pruning.selectors import MAX_WIDTH, BestRows, Selector
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -28,6 +29,7 @@ OPSET = 18
 
 # No two sizes alike: equal ones may be taken for one and the same size.
 EXAMPLE_TND, EXAMPLE_K = (6, 40, 96), 70
+EXAMPLE_THWCB = (6, 5, 7, 3, 48)
 
 ONNX_INPUTS = ("embeds", "share")
 ONNX_OUTPUTS = ("rows", "kept")
@@ -61,9 +63,21 @@ def precision_of(selector: Selector) -> Settings:
 def exported_selection(selector: Selector, dtype: str, device: str) -> ExportedProgram:
     """Trace the selection once with every size free."""
     program = BestRows(selector).eval()
-    embeds_sizes = {0: Dim.DYNAMIC(min=2), 1: Dim.DYNAMIC, 2: Dim.DYNAMIC(min=4, max=MAX_WIDTH)}
+    tokens = Dim.DYNAMIC(max=selector.most_packaged)
+    embeds_sizes = {0: Dim.DYNAMIC(min=2), 1: tokens, 2: Dim.DYNAMIC(min=4, max=MAX_WIDTH)}
     sizes = (embeds_sizes, {0: Dim.DYNAMIC})
     return torch.export.export(program, _example(dtype, device), dynamic_shapes=sizes, strict=False)
+
+
+def exported_chooser(name: str) -> ExportedProgram:
+    """Trace a rule that chooses cells once with every size free but the number of colours."""
+    cells_THWCB = torch.zeros(EXAMPLE_THWCB, dtype=torch.uint8)
+    sizes = dict.fromkeys((0, 1, 2, 4), Dim.DYNAMIC)
+    room_K = torch.empty(EXAMPLE_K, dtype=torch.bool)
+    shapes = (sizes, {0: Dim.DYNAMIC})
+    return torch.export.export(
+        Chooser(name).eval(), (cells_THWCB, room_K), dynamic_shapes=shapes, strict=False
+    )
 
 
 def _example(dtype: str, device: str) -> tuple[Tensor, Tensor]:

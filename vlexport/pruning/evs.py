@@ -22,7 +22,7 @@ FIRST_FRAME = 255.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EvsSelector:
+class EvsSelector(Selector):
     """Scores by dissimilarity to the previous frame.
 
     ties         "exact": in the arithmetic of the embeddings' own dtype, step by step rounded.
@@ -52,7 +52,7 @@ class EvsSelector:
     def sums_are_exact(self) -> bool:
         return self.ties == "snap"
 
-    def scores(self, embeds_TND: Tensor, share: Tensor) -> Tensor:
+    def scores(self, embeds_TND: Tensor, share: Tensor, num_kept: int = 0) -> Tensor:
         """Return dissimilarity (T, N); 1 where it is not a number, as for zero vectors in float16."""
         num_tokens = embeds_TND.shape[1]
         score = dissimilarity if self.ties == "exact" else snapped_dissimilarity

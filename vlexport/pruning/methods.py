@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from vlexport.errors import UnsupportedError
+from vlexport.pruning.divprune import DivPruneSelector
 from vlexport.pruning.evs import EvsSelector
 from vlexport.pruning.selectors import Selector
 from vlexport.pruning.vidcom2 import VidCom2Selector
 
 METHODS: dict[str, Selector] = {
-    selector.name: selector for selector in (EvsSelector(), EvsSelector(ties="snap"), VidCom2Selector())
+    selector.name: selector
+    for selector in (EvsSelector(), EvsSelector(ties="snap"), VidCom2Selector(), DivPruneSelector())
 }
+# Those by which a request may prune; no bundle has a graph of `relevance`, which depends on the question.
+REQUESTED: dict[str, Selector] = {**METHODS, "relevance": DivPruneSelector(asks=True)}
 
 
 def find_method(name: str) -> Selector:

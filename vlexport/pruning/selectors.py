@@ -9,9 +9,10 @@ torch.compile, inside a captured graph, and as a package (compile.py).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,25 +31,40 @@ Select = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 C = TypeVar("C")
 
 
-class Selector(Protocol):
-    """A rule that drops tokens and leaves the others where they are."""
+class Selector(ABC):
+    """A rule that drops tokens and leaves the others where they are.
+
+    kinds           of media that it prunes; others stay whole
+    most_packaged   tokens of a frame that a package takes at most; None for any number
+    by_place        whether a row's score depends on rows of other frames at its place
+    sums_are_exact  whether a compiler may fuse multiplications into additions without changing a score
+    """
+
+    kinds: ClassVar[tuple[str, ...]] = ("video",)
+    most_packaged: ClassVar[int | None] = None
+    by_place: ClassVar[bool] = True
 
     @property
+    @abstractmethod
     def name(self) -> str: ...
 
     @property
     def sums_are_exact(self) -> bool:
-        """True if a compiler may fuse multiplications into additions without changing a score."""
+        return False
 
-    def least_kept(self, tokens_per_frame: C, frames: C) -> C:
+    @abstractmethod
+    def least_kept(self, tokens_per_frame: C, frames: C) -> C | int:
         """Return the count below which pruning never goes: one frame's tokens, or one token a frame."""
 
+    @abstractmethod
     def retained_count(self, tokens_per_frame: int, frames: int, rate: float) -> int: ...
 
-    def scores(self, embeds_TND: Tensor, share: Tensor) -> Tensor:
+    @abstractmethod
+    def scores(self, embeds_TND: Tensor, share: Tensor, num_kept: int = 0) -> Tensor:
         """Return float32 (T, N), no NaN: the higher is kept, of equals the one with the lower index."""
 
-    def portable(self) -> Selector: ...
+    def portable(self) -> Selector:
+        return self
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +83,7 @@ class BestRows(torch.nn.Module):
         self.selector = selector
 
     def forward(self, embeds_TND: Tensor, share_K: Tensor) -> tuple[Tensor, Tensor]:
-        scores_TN = self.selector.scores(embeds_TND, share_K[0])
+        scores_TN = self.selector.scores(embeds_TND, share_K[0], share_K.shape[0])
         kept_K = best(scores_TN.flatten(), share_K.shape[0])
         return embeds_TND.flatten(0, 1).index_select(0, kept_K), kept_K
 
@@ -97,6 +113,30 @@ def prune_by(
     share_K = torch.full((num_kept,), 1.0 - rate, dtype=torch.float32, device=embeds_RD.device)
     rows_KD, kept_K = selection.run(embeds_RD.unflatten(0, (frames, per_frame)), share_K)
     return Pruned(embeds=rows_KD, kept=kept_K)
+
+
+def prune_part(selector: Selector, part: Pruned, grid_thw: Grid, merge: int, rate: float) -> Pruned:
+    """Prune a video of which the tower had some cells; the rate is of all of them.
+
+    Where places count, a cell that is not there is as the last one of its place, or zero before the first
+    one, and is never kept.
+    """
+    embeds_KD, cells_K = part.embeds, part.kept
+    rows, columns = merged_sides(grid_thw, merge)
+    frames, per_frame = grid_thw[0], rows * columns
+    num_kept = min(len(cells_K), selector.retained_count(per_frame, frames, check_rate(rate)))
+    if num_kept == len(cells_K):
+        return part
+    share = torch.tensor(1.0 - rate, device=embeds_KD.device)
+    if not selector.by_place:
+        rows_K = best(selector.scores(embeds_KD[None], share, num_kept).flatten(), num_kept)
+        return Pruned(embeds=embeds_KD[rows_K], kept=cells_K[rows_K])
+    place_R = cells_K.new_zeros(frames * per_frame).index_copy(0, cells_K, torch.arange(1, len(cells_K) + 1))
+    last_R = place_R.view(frames, per_frame).cummax(0).values.flatten()
+    padded = torch.cat([torch.zeros_like(embeds_KD[:1]), embeds_KD])
+    scores_TN = selector.scores(padded[last_R].unflatten(0, (frames, per_frame)), share, num_kept)
+    kept_K = best(torch.where(place_R > 0, scores_TN.flatten(), -torch.inf), num_kept)
+    return Pruned(embeds=embeds_KD.index_select(0, place_R[kept_K] - 1), kept=kept_K)
 
 
 def best(scores_R: Tensor, num_kept: int) -> Tensor:

@@ -53,6 +53,26 @@ def snapped_dissimilarity(embeds_RD: Tensor, num_tokens: int, portable: bool) ->
     return _one_minus_cosine(dot_C, square_C, before_C)
 
 
+def snapped_distances(rows_BMD: Tensor, portable: bool) -> Tensor:
+    """Return one minus the cosine similarity of all rows of a block (B, M, M), in multiples of 2**-10."""
+    blocks, size, width = rows_BMD.shape
+    rows_RD = rows_BMD.reshape(blocks * size, width)
+    whole_BMD = _whole(rows_RD, _scale(rows_RD, portable)).view(blocks, size, width)
+    square_BM = (whole_BMD * whole_BMD).sum(-1)
+    dot_BMM = whole_BMD @ whole_BMD.transpose(1, 2)
+    both_BMM = square_BM[:, :, None].expand(-1, -1, size), square_BM[:, None].expand(-1, size, -1)
+    return _one_minus_cosine(dot_BMM, *both_BMM)
+
+
+def snapped_likeness(rows_RD: Tensor, other_D: Tensor) -> Tensor:
+    """Return the cosine similarity of every row with another one (R), in whole steps of 2**-10."""
+    both = rows_RD, other_D.to(rows_RD.device)[None]
+    whole_RD, whole_1D = (_whole(rows, _scale(rows, portable=False)) for rows in both)
+    squares = [(whole * whole).sum(-1) for whole in (whole_RD, whole_1D)]
+    distance_R = _one_minus_cosine((whole_RD * whole_1D).sum(-1), squares[0], squares[1].expand(len(rows_RD)))
+    return ((1.0 - distance_R) * STEPS).to(torch.int64)
+
+
 def _whole(rows: Tensor, scale: Tensor) -> Tensor:
     return (rows.float() * scale).round()
 

@@ -20,16 +20,12 @@ TEMPERATURE = 0.01
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class VidCom2Selector:
+class VidCom2Selector(Selector):
     """Scores by rank, so that the best K are exactly the frames' budgets, filled up or trimmed to K."""
 
     @property
     def name(self) -> str:
         return "vidcom2"
-
-    @property
-    def sums_are_exact(self) -> bool:
-        return False
 
     def least_kept(self, tokens_per_frame: C, frames: C) -> C:
         return frames
@@ -40,7 +36,7 @@ class VidCom2Selector:
         num_rows = tokens_per_frame * frames
         return max(frames, min(math.trunc(num_rows * (1.0 - check_rate(rate))), num_rows))
 
-    def scores(self, embeds_TND: Tensor, share: Tensor) -> Tensor:
+    def scores(self, embeds_TND: Tensor, share: Tensor, num_kept: int = 0) -> Tensor:
         """Return the rank of each token, the least similar highest, those inside a frame's budget first."""
         frames, num_tokens = embeds_TND.shape[:2]
         unit_TND = _steady_channels(embeds_TND.flatten(0, 1).float()).unflatten(0, (frames, num_tokens))
@@ -51,9 +47,6 @@ class VidCom2Selector:
         rank_TN = _ranks(-similar_TN.flatten()).view(frames, num_tokens)
         num_rows = frames * num_tokens
         return torch.where(inside_TN, 2 * num_rows - rank_TN, num_rows - rank_TN).float()
-
-    def portable(self) -> Selector:
-        return self
 
 
 def _steady_channels(rows_RD: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ class Outcome:
     top1, kl      over the tokens of the un-pruned answer: share of places with the same likeliest token, and
                   divergence of the distribution from the un-pruned one, in nats
     exact         whether the answer is the un-pruned one
-    first_token   seconds from the media to the first token
+    first_token   seconds from the media to the first token; encode: of these, to the embeddings
     """
 
     kept: int
@@ -40,6 +40,7 @@ class Outcome:
     kl: float
     exact: float
     first_token: float
+    encode: float
 
     @property
     def score(self) -> float:
@@ -54,13 +55,14 @@ Outcomes = Mapping[tuple[str, float], Sequence[Outcome]]
 class Scores:
     """Means over questions; of accuracy and exact with Wilson's interval, of the others by resampling.
 
-    first_token  median in seconds
+    first_token  median in seconds; encode: of these, from the media to the embeddings
     over_whole   accuracy minus that at rate 0, question by question; without a task top-1 agreement
     over_random  the same minus that of `random` at this rate
     """
 
     questions: int
     first_token: float
+    encode: float
     accuracy: Estimate | None
     top1: Estimate
     kl: Estimate
@@ -127,7 +129,7 @@ class Sweep:
         names = list(self.rows[0].categories)
         tables = [
             (
-                [title, *head, "first token ms"],
+                [title, *head, "encode ms", "first token ms"],
                 [self._cells(row, row.categories.get(part, row.scores)) for row in self.rows],
             )
             for title, part in (("selector", ALL), ("videos alone", VIDEOS))
@@ -152,8 +154,31 @@ class Sweep:
             _percent(scores.exact),
             _percent(scores.over_whole, "+.1f"),
             _percent(scores.over_random, "+.1f"),
+            f"{scores.encode * 1e3:.1f}",
             f"{scores.first_token * 1e3:.1f}",
         ]
+
+    def cheapest(self, most_lost: float) -> Row | None:
+        """Return the row with the first token soonest of those that lose at most so many percent."""
+        fine = [
+            row
+            for row in self.rows
+            if row.selector not in BASELINES
+            and (row.scores.over_whole is None or -100 * row.scores.over_whole.value <= most_lost)
+        ]
+        return min(fine, key=lambda row: row.scores.first_token, default=None)
+
+    def advice(self, most_lost: float) -> str:
+        """Return a line that names the cheapest row which loses no more, with its interval."""
+        row = self.cheapest(most_lost)
+        assert row is not None
+        how = f"{row.selector} at {row.rate:g}" if row.rate else row.selector
+        lost = "nothing" if row.scores.over_whole is None else f"{row.scores.over_whole.text(-100, '.1f')} %"
+        whole = self.rows[0].scores.first_token
+        return (
+            f"cheapest that loses at most {most_lost:g} %: {how}, which loses {lost} and has its first token "
+            f"{whole / row.scores.first_token:.1f} times as soon"
+        )
 
     def svg(self) -> str:
         """Return a picture of score and time to first token over the share of video tokens kept.
@@ -240,7 +265,7 @@ def rows_of(questions: Sequence[Outcomes], categories: Sequence[Collection[str]]
 
 def _mean(draws: Sequence[Outcome]) -> Outcome:
     means: dict[str, Any] = {}
-    for name in ("right", "top1", "kl", "exact", "first_token"):
+    for name in ("right", "top1", "kl", "exact", "first_token", "encode"):
         column = [getattr(outcome, name) for outcome in draws]
         means[name] = None if None in column else statistics.fmean(column)
     return replace(draws[0], **means)
@@ -261,6 +286,7 @@ def _scores(
     return Scores(
         questions=count,
         first_token=statistics.median(outcome.first_token for outcome in ours),
+        encode=statistics.median(outcome.encode for outcome in ours),
         accuracy=wilson(sum(outcome.right or 0.0 for outcome in ours), count) if is_judged else None,
         top1=estimates["top1"],
         kl=estimates["kl"],

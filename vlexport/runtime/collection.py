@@ -27,6 +27,7 @@ from vlexport.errors import InputError, LockedError, VlexportError
 from vlexport.media.limits import DEFAULT_LIMITS
 from vlexport.media.sources import open_source
 from vlexport.positions.rules import check_rate
+from vlexport.pruning.cells import CellChoice
 from vlexport.runtime.outputs import Encoded, attempt, named_tensors, provenance, write_tensors
 from vlexport.specs import check_frame_rate
 from vlexport.system import replacing, shortage
@@ -99,6 +100,8 @@ class CollectionSettings:
 
     fps: float | None = None
     prune: float | None = None
+    method: str | None = None
+    prune_before: float | str | None = None
     shard_items: int = 256
 
     def __post_init__(self) -> None:
@@ -109,6 +112,8 @@ class CollectionSettings:
             check_frame_rate(self.fps)
         if self.prune is not None:
             check_rate(self.prune)
+        if self.prune_before is not None:
+            CellChoice.of(self.prune_before)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -336,7 +341,13 @@ def write_shard(
     ):
         begun = os.fstat(spool.fileno()).st_mtime_ns
         sources = _sources(part.items, facts)
-        outcomes = pipeline.encode_each(sources, fps=settings.fps, prune=settings.prune)
+        outcomes = pipeline.encode_each(
+            sources,
+            fps=settings.fps,
+            prune=settings.prune,
+            method=settings.method,
+            prune_before=settings.prune_before,
+        )
         for number, (item, encoded) in enumerate(zip(part.items, outcomes, strict=True)):
             name, about = f"item.{part.first + number}", facts[number]
             outcome = about if isinstance(about, VlexportError) else encoded

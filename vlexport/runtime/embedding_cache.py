@@ -41,6 +41,7 @@ def item_key(item: MediaItem, settings: Mapping[str, object]) -> bytes:
         "slices": item.slices,
         "groups": item.frame_groups,
         "times": item.frame_seconds,
+        "cells": None if item.cells is None else item.cells.tolist(),
     }
     return _key(what, item.patches, settings)
 

@@ -28,6 +28,7 @@ from vlexport.runtime.outputs import Encoded, attempt, outcome_of
 from vlexport.runtime.request import NOTHING, EncoderInput
 from vlexport.specs import MediaItem, Pixels, TensorSpec, bind, check_within
 from vlexport.vision.slices import NO_TIME
+from vlexport.vision.static_shapes import to_device
 
 Grid = tuple[int, int, int]
 # Mixes of grids whose tables are kept: of 16,384 tokens about 1 MB each.
@@ -170,9 +171,18 @@ class EngineSession:
                 slices=item.slices,
                 frame_groups=item.frame_groups,
                 layers={name: parts[name][index] for name in others},
+                **self.kept_of(item, parts[main][index]),
             )
             for index, item in enumerate(items)
         ]
+
+    def kept_of(self, item: MediaItem, rows: Tensor) -> dict[str, Any]:
+        """Return which tokens of a whole item the rows are, where they are not all."""
+        if item.cells is None:
+            return {}
+        kept = to_device(item.cells, rows.device)
+        mask = torch.zeros(math.prod(item.grid) // self.packing.unit, dtype=torch.bool, device=rows.device)
+        return {"kept": kept, "mask": mask.index_fill_(0, kept, True)}
 
     def run_packed(self, patches: Tensor, grids: Sequence[Sequence[int]]) -> Tensor:
         """Return the rows of all items, further outputs in columns after them.
@@ -217,20 +227,37 @@ class EngineSession:
         is_whole = len(groups) == 1 or bool(item.slices) or not has_times or not self.packing.frames_apart
         if total <= most or is_whole:
             return [item]
-        step, rows = max(1, most // (total // len(groups))), math.prod(item.grid[1:])
-        firsts = [0, *itertools.accumulate(groups)]
-        pieces = []
-        for first in range(0, len(groups), step):
-            start, stop = firsts[first], firsts[min(first + step, len(groups))]
-            pieces.append(
-                replace(
-                    item,
-                    patches=item.patches[start * rows : stop * rows],
-                    grid=(stop - start, *item.grid[1:]),
-                    frame_groups=item.frame_groups[first : first + step],
-                )
-            )
-        return pieces
+        tokens = [total // len(groups)] * len(groups)
+        if item.cells is not None:
+            per_frame = math.prod(item.grid[1:]) // self.packing.unit
+            tokens = (item.cells // per_frame).bincount(minlength=len(groups)).tolist()
+        firsts, bounds, filled = [0, *itertools.accumulate(groups)], [0], 0
+        for number, count in enumerate(tokens):
+            if filled and filled + count > most:
+                bounds.append(number)
+                filled = 0
+            filled += count
+        return [
+            self._frames(item, firsts[first], firsts[last], item.frame_groups[first:last])
+            for first, last in itertools.pairwise((*bounds, len(groups)))
+        ]
+
+    def _frames(
+        self, item: MediaItem, start: int, stop: int, groups: tuple[tuple[int, ...], ...]
+    ) -> MediaItem:
+        """Return the item's frames from `start` to `stop`."""
+        rows, unit, cells = math.prod(item.grid[1:]), self.packing.unit, item.cells
+        first, last = start * rows, stop * rows
+        if cells is not None:
+            before, until = torch.searchsorted(cells, torch.tensor([first, last]) // unit).tolist()
+            first, last, cells = unit * before, unit * until, cells[before:until] - first // unit
+        return replace(
+            item,
+            patches=item.patches[first:last],
+            grid=(stop - start, *item.grid[1:]),
+            frame_groups=groups,
+            cells=cells,
+        )
 
     def halves(self, items: Sequence[MediaItem]) -> list[Sequence[MediaItem]]:
         middle = len(items) // 2
@@ -336,7 +363,7 @@ class Encoder:
             outcomes |= dict(zip(batch, ran, strict=True))
         in_order = map(outcomes.pop, range(len(pieces)))
         parts = [list(itertools.islice(in_order, len(cut))) for cut in cuts]
-        return [attempt(partial(_joined, item), part) for item, part in zip(items, parts, strict=True)]
+        return [attempt(partial(self._joined, item), part) for item, part in zip(items, parts, strict=True)]
 
     def _run_batch(self, items: Sequence[MediaItem]) -> list[EncoderOutput | VlexportError]:
         """Run one call; where it fails, its halves, down to the item at fault."""
@@ -348,9 +375,27 @@ class Encoder:
             if not halves:
                 return [outcome_of(error)]
             outcomes = [outcome for half in halves for outcome in self._run_batch(half)]
-            return outcomes if len(items) > 1 else [attempt(partial(_joined, items[0]), outcomes)]
+            return outcomes if len(items) > 1 else [attempt(partial(self._joined, items[0]), outcomes)]
         per_token = (time.perf_counter() - started) / sum(len(result.embeds) for result in encoded)
         return [EncoderOutput(encoded=result, seconds=per_token * len(result.embeds)) for result in encoded]
+
+    def _joined(self, item: MediaItem, parts: Sequence[EncoderOutput | VlexportError]) -> EncoderOutput:
+        done = [part for part in parts if isinstance(part, EncoderOutput)]
+        for part in parts:
+            if isinstance(part, VlexportError):
+                raise part
+        if len(done) == 1:
+            return done[0]
+        first, rows = done[0].encoded, torch.cat([part.encoded.embeds for part in done])
+        whole = replace(
+            first,
+            embeds=rows,
+            grid=item.grid,
+            frame_groups=item.frame_groups,
+            layers={name: torch.cat([part.encoded.layers[name] for part in done]) for name in first.layers},
+            **self.session.kept_of(item, rows),
+        )
+        return EncoderOutput(encoded=whole, seconds=sum(part.seconds for part in done))
 
 
 def _largest(height: int, width: int, is_too_large: Callable[[int, int], bool]) -> tuple[int, int]:
@@ -384,24 +429,6 @@ def _as_declared(inputs: Mapping[str, Tensor], specs: Sequence[TensorSpec]) -> d
         else tensor
         for name, tensor in inputs.items()
     }
-
-
-def _joined(item: MediaItem, parts: Sequence[EncoderOutput | VlexportError]) -> EncoderOutput:
-    done = [part for part in parts if isinstance(part, EncoderOutput)]
-    for part in parts:
-        if isinstance(part, VlexportError):
-            raise part
-    if len(done) == 1:
-        return done[0]
-    first = done[0].encoded
-    whole = replace(
-        first,
-        embeds=torch.cat([part.encoded.embeds for part in done]),
-        grid=item.grid,
-        frame_groups=item.frame_groups,
-        layers={name: torch.cat([part.encoded.layers[name] for part in done]) for name in first.layers},
-    )
-    return EncoderOutput(encoded=whole, seconds=sum(part.seconds for part in done))
 
 
 def _of(outcome: EncoderOutput | VlexportError, is_owner: bool) -> EncoderOutput | VlexportError:

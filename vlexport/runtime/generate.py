@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, ParamSpec, Self, TypeVar
 
 import torch
@@ -70,7 +70,7 @@ class AnswerGenerator:
         self.language = language
         prompt = rule.prompt_of(options.prompt_layout)
         prompter = Prompter(language.tokenizer, prompt, lambda item: prompt.expand(session.config, item))
-        media = MediaReader(session, encoder.cache)
+        media = MediaReader(session, encoder.cache, pruner.graphs)
         self.preprocessor = Preprocessor(
             media=media, pruner=pruner, prompter=prompter, decoder=language.decoder, limits=options.limits
         )
@@ -110,13 +110,21 @@ class AnswerGenerator:
         """Drop tokens of videos, then write the prompt with what is left of each frame (step 3)."""
         with state.timing("prune"):
             before = state.encoded
-            state.encoded = tuple(self.pruner.prune(item, state.rate) for item in before)
+            state.encoded = tuple(
+                self.pruner.finish(item, source, state.pruning, partial(self._question, state.request))
+                for item, source in zip(before, state.media, strict=True)
+            )
             ran = {str(new.form) for new, old in zip(state.encoded, before, strict=True) if new is not old}
             if ran:
                 state.forms["prune"] = "; ".join(sorted(ran))
             if state.is_pruned:
                 self.preprocessor.expand_prompt(state, [item.kept for item in state.encoded])
         return state
+
+    def _question(self, request: Request) -> Tensor:
+        """Return the mean embedding [D] of the words of a question."""
+        ids = self.preprocessor.prompter.question_ids(request)
+        return self.language.decoder.embed(torch.tensor(ids, dtype=torch.int64)).double().mean(0).float()
 
     def embed(self, state: RequestState) -> RequestState:
         return self.embedder.embed(state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +18,7 @@ from vlexport.checkpoint import Checkpoint
 from vlexport.codec import checked
 from vlexport.errors import InputError, UnsupportedError, VlexportError
 from vlexport.media import MediaLimits, kind_of
+from vlexport.pruning.cells import Pruning
 from vlexport.recipe import Recipe
 from vlexport.runtime.decoder import Language, language_of
 from vlexport.runtime.encoder import Encoder, EngineSession
@@ -36,11 +38,10 @@ from vlexport.runtime.request import NOTHING, EncoderInput, Message, Request, ma
 from vlexport.specs import MediaItem, Pixels, check_frame_rate
 
 if TYPE_CHECKING:
-    from vlexport.runtime.request import MediaOptions, RequestOptions, Source
+    from vlexport.runtime.request import MediaOptions, PruningKeywords, RequestOptions, Source
 
     Sources = list[Source] | tuple[Source, ...]
     ReadOne = Callable[[tuple[str | None, Source]], EncoderInput]
-    PruneOne = Callable[[Encoded], Encoded]
 
 
 class Pipeline:
@@ -64,10 +65,11 @@ class Pipeline:
         self.session = EngineSession(bundle, engine, recipe)
         self.config = self.session.config
         self.encoder = Encoder(self.session, self.options.encoder)
-        self.media = MediaReader(self.session, self.encoder.cache)
         self.options.pruning.require(bundle)
         self.graphs = open_graphs(bundle.manifest.graphs, bundle, bundle.manifest.outputs[0].dtype)
-        self.pruner = Pruner(recipe, recipe.merge(self.config), self.graphs)
+        self.media = MediaReader(self.session, self.encoder.cache, self.graphs)
+        packing = self.session.packing
+        self.pruner = Pruner(recipe, packing.merge, self.graphs, takes_cells=packing.takes_cells)
         self.language = language
         self._generator = (
             AnswerGenerator(self.encoder, self.pruner, language, self.options) if language else None
@@ -147,7 +149,8 @@ class Pipeline:
                         a file is that of its content; arrays of three axes are images, of four videos
         images, videos  instead of it, by kind: one or several; results are images, then videos
         fps             frame rate of arrays and lists of frames; the rate to sample files at
-        prune           share of each video's tokens to drop; images stay whole
+        prune           share of each video's tokens to drop; `method` says by what (default: the bundle's)
+        prune_before    cells that the tower does not get: `static:0.7`, `predicted`, ... (docs/pruning.md)
         limits          ceilings for one item
 
         A source is a path, bytes, an open binary file, a `data:` URL, a PIL image, an array or a tensor
@@ -156,10 +159,10 @@ class Pipeline:
             pipeline.encode("photo.jpg").embeds
             photo, clip = pipeline.encode(["photo.jpg", "clip.mp4"])
         """
-        sources, read, prune_one = self._encoding(media, **options)
+        sources, read, plan = self._encoding(media, **options)
         # All are read before any is encoded, so that a bad one costs no engine call.
         items: list[EncoderInput | VlexportError] = [read(source) for source in sources]
-        encoded = [prune_one(value_of(one)) for one in self._encode_items(items)]
+        encoded = [value_of(one) for one in self._encode_items(items, plan)]
         return encoded if media is None or isinstance(media, list | tuple) else encoded[0]
 
     def encode_all(
@@ -175,10 +178,10 @@ class Pipeline:
         Items are packed into as many engine calls as they need. The arguments are those of `encode`, and
         `progress`, which is given texts such as "encode 3 of 12" with the share that is done.
         """
-        sources, read, prune_one = self._encoding(media, **options)
+        sources, read, plan = self._encoding(media, **options)
         report = progress or log_progress
         items = attempt_all(read, counted("read", sources, report))
-        return attempt_all(prune_one, self._encode_items(items, report))
+        return self._encode_items(items, plan, report)
 
     aencode = in_thread(encode)
 
@@ -201,38 +204,48 @@ class Pipeline:
         sources: Iterable[tuple[str | None, Source] | VlexportError],
         *,
         fps: float | None = None,
-        prune: float | None = None,
         limits: MediaLimits | None = None,
+        **pruning: Unpack[PruningKeywords],
     ) -> Iterator[Encoded | VlexportError]:
         """Encode any number of items, each given with its kind or None; yield one outcome for each, in order.
 
         Items are read when their engine call is filled, and no more are held than it takes. An error among
         the sources is the outcome of its item.
         """
-        read, prune_one = self._steps(fps, prune, limits)
+        read, plan = self._steps(fps, limits, **pruning)
         held, num_tokens = list[EncoderInput | VlexportError](), 0
         for source in sources:
             item = attempt(read, source)
             added = self.session.num_tokens(item.item) if isinstance(item, EncoderInput) else 0
             is_full = len(held) == self.encoder.max_items
             if is_full or num_tokens + added > self.encoder.budgets[-1]:
-                yield from attempt_all(prune_one, self._encode_items(held))
+                yield from self._encode_items(held, plan)
                 held, num_tokens = [], 0
             held.append(item)
             num_tokens += added
-        yield from attempt_all(prune_one, self._encode_items(held))
+        yield from self._encode_items(held, plan)
 
     def _encode_items(
-        self, items: Sequence[EncoderInput | VlexportError], progress: Progress = log_progress
+        self,
+        items: Sequence[EncoderInput | VlexportError],
+        pruning: Pruning,
+        progress: Progress = log_progress,
     ) -> list[Encoded | VlexportError]:
         good = [item for item in items if isinstance(item, EncoderInput)]
         outcomes = iter(self.encoder.encode(good, progress))
-        return attempt_all(lambda _: value_of(next(outcomes)).encoded, items)
+
+        def pruned(item: EncoderInput) -> Encoded:
+            encoded = value_of(next(outcomes)).encoded
+            with record_function("prune"):
+                encoded = self.pruner.finish(encoded, item, pruning)
+            return replace(encoded, form=encoded.form or item.form)
+
+        return attempt_all(pruned, items)
 
     def _encoding(
         self, media: Any, images: Any = (), videos: Any = (), **options: Any
-    ) -> tuple[list[tuple[str | None, Source]], ReadOne, PruneOne]:
-        """Return sources with kinds, a reader and a pruner; wrong arguments are refused first."""
+    ) -> tuple[list[tuple[str | None, Source]], ReadOne, Pruning]:
+        """Return sources with kinds, a reader and how to prune; wrong arguments are refused first."""
         sources = [(None, source) for source in (() if media is None else many(media))]
         named = [("image", source) for source in many(images)] + [
             ("video", source) for source in many(videos)
@@ -244,27 +257,26 @@ class Pipeline:
         return [*sources, *named], *self._steps(**options)
 
     def _steps(
-        self, fps: float | None = None, prune: float | None = None, limits: MediaLimits | None = None
-    ) -> tuple[ReadOne, PruneOne]:
+        self,
+        fps: float | None = None,
+        limits: MediaLimits | None = None,
+        **options: Unpack[PruningKeywords],
+    ) -> tuple[ReadOne, Pruning]:
         self.engine.require_own_process()
         if fps is not None:
             check_frame_rate(fps)
-        rate = self.pruner.check(prune)
+        pruning = self.pruner.plan(**options)
         bounds = checked("limits", limits, MediaLimits | None) or MediaLimits()
 
         def read(source: tuple[str | None, Source]) -> EncoderInput:
             kind, what = source
             with record_function("preprocess"):
-                item = self.media.read(kind or kind_of(what, bounds), what, fps, bounds)
-            if rate:
+                item = self.media.read(kind or kind_of(what, bounds), what, fps, bounds, pruning)
+            if pruning.rate or item.item.cells is not None:
                 self.pruner.check_timed(item.item)
             return item
 
-        def prune_one(encoded: Encoded) -> Encoded:
-            with record_function("prune"):
-                return self.pruner.prune(encoded, rate)
-
-        return read, prune_one
+        return read, pruning
 
     def preprocess(self, pixels: Pixels) -> MediaItem:
         return self.session.preprocess(pixels)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,10 +15,13 @@ import torch
 from torch import Tensor
 
 from vlexport import media
+from vlexport._build.token_graphs import TokenGraphs
 from vlexport.errors import InputError, LimitError, MediaError
 from vlexport.media import MediaLimits
 from vlexport.media.arrays import unreadable
 from vlexport.positions.rules import merged_sides
+from vlexport.pruning.cells import Pruning
+from vlexport.pruning.pixels import kept_among
 from vlexport.recipe import PromptItem
 from vlexport.runtime.decoder import Decoder
 from vlexport.runtime.embedding_cache import EmbeddingCache, item_key, pixels_key
@@ -27,6 +31,8 @@ from vlexport.runtime.prompt import Prompter
 from vlexport.runtime.prune import Pruner
 from vlexport.runtime.request import EncoderInput, Request, RequestLimits, RequestState
 from vlexport.specs import MediaItem, Pixels
+from vlexport.vision.attention.segmentation import take_cells
+from vlexport.vision.grid_tower import GridPacking
 
 if TYPE_CHECKING:
     from vlexport.runtime.request import Source
@@ -51,7 +57,9 @@ class Preprocessor:
         state = RequestState(request=request)
         with state.timing("preprocess"):
             state.limits = self.limits.lowered(request.limits) if request.limits else self.limits
-            state.rate = self.pruner.check(request.prune)
+            state.pruning = self.pruner.plan(
+                request.prune, request.method, request.prune_before, has_question=True
+            )
             requested, most = request.generation.max_new_tokens, state.limits.max_new_tokens
             if requested > most:
                 raise LimitError(
@@ -60,14 +68,18 @@ class Preprocessor:
                 )
             state.marked = self.prompter.mark(request, state.limits)
             state.media = tuple(
-                self.media.read(kind, source, request.fps, state.limits.media)
+                self.media.read(kind, source, request.fps, state.limits.media, state.pruning)
                 for kind, source in zip(state.marked.kinds, state.marked.sources, strict=True)
             )
-            kept = [entry.encoded.kept if entry.encoded else None for entry in state.media]
-            state.is_pruned = state.rate > 0 or any(rows is not None for rows in kept)
+            kept = [_known(entry, state.pruning.of(entry.item.kind)) for entry in state.media]
+            drops = state.pruning.rate > 0 or any(entry.item.cells is not None for entry in state.media)
+            state.is_pruned = drops or any(rows is not None for rows in kept)
             if state.is_pruned:
                 for entry in state.media:
                     self.pruner.check_timed(entry.item)
+            forms = {entry.form for entry in state.media if entry.form}
+            if forms and state.pruning.before:
+                state.forms["prune_before"] = "; ".join(sorted(forms))
             self.expand_prompt(state, kept)
         return state
 
@@ -76,8 +88,11 @@ class Preprocessor:
         items = []
         for item, rows in zip((entry.item for entry in state.media), kept, strict=True):
             total = self.media.session.num_tokens(item)
-            num_rows = self.pruner.num_kept(item, total, state.rate) if rows is None else len(rows)
-            count_frames = partial(self.pruner.frame_rows, item, total, num_rows, rows)
+            num_rows = total if rows is None else len(rows)
+            if rows is None:
+                pruning = state.pruning.of(item.kind)
+                num_rows = self.pruner.num_kept(item, total, pruning.rate, pruning.method)
+            count_frames = partial(self.pruner.frame_rows, item, num_rows, rows)
             items.append(
                 PromptItem(item=item, number=numbers[item.kind], num_rows=num_rows, count_frames=count_frames)
             )
@@ -92,33 +107,80 @@ class Preprocessor:
             )
 
 
+def _known(entry: EncoderInput, pruning: Pruning) -> Tensor | None:
+    """Return which tokens of an item will be left, where that is known before the tower has run."""
+    if entry.kept is not None:
+        return entry.kept
+    if entry.item.cells is not None:
+        return None if pruning.rate else entry.item.cells
+    return entry.encoded.kept if entry.encoded else None
+
+
 class MediaReader:
     """Reads and preprocesses for one tower; media whose embeddings are cached are not even preprocessed."""
 
-    def __init__(self, session: EngineSession, cache: EmbeddingCache) -> None:
+    def __init__(self, session: EngineSession, cache: EmbeddingCache, graphs: TokenGraphs) -> None:
         self.session = session
+        self.graphs = graphs
         self.cache = cache
 
-    def read(self, kind: str, source: Source, fps: float | None, limits: MediaLimits) -> EncoderInput:
+    def read(
+        self,
+        kind: str,
+        source: Source,
+        fps: float | None,
+        limits: MediaLimits,
+        pruning: Pruning,
+    ) -> EncoderInput:
+        """Return one image or video, ready for the engine or, where it is known, with its embeddings."""
+        pruning = pruning.of(kind)
+        before = pruning.before
         if isinstance(source, Encoded):
+            chosen = before or pruning.after
+            if chosen and source.kept is None:
+                raise InputError(
+                    f"{kind} embeddings given, and tokens to be chosen by pixels ({chosen}). Give pixels, or "
+                    "leave out prune_before and method."
+                )
             return self._embeds(kind, source)
+        # Of pixels or patches: what the engine gets follows from them and the choice.
+        settings = {**self.session.settings, **({"cells": str(before)} if before else {})}
         if isinstance(source, MediaItem):
             self._check_item(kind, source)
-            key = item_key(source, self.session.settings)
-            cached = self.cache.find(key)
-            return EncoderInput(item=source, key=key, encoded=cached.encoded if cached else None)
+            return self._entry(item_key(source, settings), lambda: source, pruning)
         pixels = read_pixels(kind, source, fps, limits)
-        key = pixels_key(pixels, self.session.settings)
-        cached = self.cache.find(key)
-        if cached:
-            return EncoderInput(item=cached.item, key=key, encoded=cached.encoded)
         with naming(source):
-            return EncoderInput(item=self.session.preprocess(pixels), key=key)
+            return self._entry(pixels_key(pixels, settings), lambda: self.session.preprocess(pixels), pruning)
+
+    def _entry(self, key: bytes, item_of: Callable[[], MediaItem], pruning: Pruning) -> EncoderInput:
+        """Return an item as the cells that the engine gets, and which of its tokens stay after that."""
+        cached, packing = self.cache.find(key), self.session.packing
+        if cached and not pruning.after:
+            return EncoderInput(item=cached.item, key=key, encoded=cached.encoded)
+        item = item_of()
+        if not (pruning.before or pruning.after) or item.cells is not None:
+            return EncoderInput(item=item, key=key)
+        assert isinstance(packing, GridPacking)
+        cells, whole, form = packing.cells_of(item), math.prod(item.grid) // packing.unit, None
+        kept = part = None
+        if pruning.before:
+            part, form = self.graphs.kept_cells(pruning.before, cells)
+            part = part if len(part) < whole else None
+        if pruning.after and part is None:
+            kept, form = self.graphs.kept_cells(pruning.after, cells)
+        elif pruning.after and part is not None:
+            kept = kept_among(pruning.after, cells, part)
+        if part is not None:
+            item = replace(item, patches=take_cells(item.patches, part, packing.unit, whole), cells=part)
+        encoded = cached.encoded if cached else None
+        return EncoderInput(item=item, key=key, encoded=encoded, kept=kept, form=form)
 
     def _check_item(self, kind: str, item: MediaItem) -> None:
         _check_kind(kind, item.kind)
         _check_grid(kind, item.grid)
         check_patches(self.session, item)
+        if item.cells is not None:
+            _check_kept(item.cells, math.prod(item.grid) // self.session.packing.unit)
         if item.patches.is_floating_point() and item.patches.dtype != torch.float32:
             raise InputError(f"{kind} patches: {item.patches.dtype} given, torch.float32 expected.")
         # What the family refuses, it refuses here, before the item shares a call with others.

@@ -70,6 +70,16 @@ class Prompter:
             hidden=shield.hidden,
         )
 
+    def question_ids(self, request: Request) -> list[int]:
+        """Return the ids of what a request asks: its prompt, or the texts of its last message."""
+        text = request.prompt if request.raw_prompt is None else request.raw_prompt
+        if request.messages:
+            parts = _parts(request.messages[-1], len(request.messages) - 1)
+            text = "\n".join(
+                str(part["text"]) for part in parts if isinstance(part, Mapping) and "text" in part
+            )
+        return self.tokenizer.words(text or "")
+
     def expand(
         self, marked: MarkedPrompt, items: Sequence[PromptItem], limits: RequestLimits
     ) -> TokenizedPrompt:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,11 +14,15 @@ from vlexport.bundle import Bundle
 from vlexport.codec import check_fields
 from vlexport.errors import InputError, UnsupportedError
 from vlexport.positions.rules import check_rate, merged_sides
-from vlexport.pruning.methods import METHODS
-from vlexport.pruning.selectors import prune_by
+from vlexport.pruning.cells import RULES, CellChoice, Pruning
+from vlexport.pruning.divprune import DivPruneSelector
+from vlexport.pruning.methods import METHODS, REQUESTED
+from vlexport.pruning.selectors import Pruned, Selector, prune_by, prune_part
 from vlexport.recipe import Recipe
 from vlexport.runtime.outputs import Encoded
+from vlexport.runtime.request import EncoderInput
 from vlexport.specs import MediaItem
+from vlexport.vision.static_shapes import to_device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,9 +50,12 @@ class PruningOptions:
 
 
 class Pruner:
-    """Drops tokens of videos by the bundle's graph; images stay whole."""
+    """Drops tokens by the bundle's graph, or by another method."""
 
-    def __init__(self, recipe: Recipe[Any], merge: int, graphs: TokenGraphs) -> None:
+    def __init__(
+        self, recipe: Recipe[Any], merge: int, graphs: TokenGraphs, *, takes_cells: bool = False
+    ) -> None:
+        self.takes_cells = takes_cells
         self.recipe = recipe
         self.merge = merge
         self.graphs = graphs
@@ -62,6 +70,36 @@ class Pruner:
             )
         return rate
 
+    def plan(
+        self,
+        prune: float | None = None,
+        method: str | None = None,
+        prune_before: float | str | None = None,
+        *,
+        has_question: bool = False,
+    ) -> Pruning:
+        """Return how a request is pruned; refused where the family, or what is given together, forbids it."""
+        rate, before = self.check(prune), None if prune_before is None else CellChoice.of(prune_before)
+        known = [*REQUESTED, *(name for name, rule in RULES.items() if rule.is_rated)]
+        if method is not None and method not in known:
+            raise InputError(f"method: '{method}' given, one of {', '.join(known)} expected.")
+        if method is not None and not rate:
+            raise InputError(f"method '{method}' given without prune; a rate is expected with it.")
+        if method == "relevance" and not has_question:
+            raise InputError("method 'relevance' given without a question; it prunes where one is answered.")
+        pruning = Pruning(rate=rate, method=method, before=before)
+        if (before or pruning.after) and not self.takes_cells:
+            raise UnsupportedError(
+                f"towers of recipe '{self.recipe.name}' take whole items: no tokens are chosen by pixels. "
+                f"Leave out {'prune_before' if before else 'method'}."
+            )
+        if before and pruning.after and pruning.after.rule.by_frame:
+            raise UnsupportedError(
+                f"prune_before '{before}' and method '{method}' given: that method counts whole frames. Give "
+                "another one, or one of the two."
+            )
+        return pruning
+
     def check_timed(self, item: MediaItem) -> None:
         """Refuse videos whose kept tokens could not be placed; written-out time needs no interval."""
         scaled = self.recipe.position_rule == "time_scaled"
@@ -71,30 +109,77 @@ class Pruner:
                 "Pass the frame rate as fps."
             )
 
-    def num_kept(self, item: MediaItem, total: int, rate: float) -> int:
-        if item.kind != "video" or not rate:
+    def selector(self, method: str | None) -> Selector:
+        return self.graphs.selection.selector if method is None else REQUESTED[method]
+
+    def num_kept(self, item: MediaItem, total: int, rate: float, method: str | None = None) -> int:
+        """Return how many of so many tokens of an item are left, where these are chosen by rows."""
+        selector = self.selector(method)
+        if item.kind not in selector.kinds or not rate:
             return total
         rows, columns = merged_sides(item.grid, self.merge)
-        return self.graphs.selection.selector.retained_count(rows * columns, item.grid[0], rate)
+        return min(total, selector.retained_count(rows * columns, item.grid[0], rate))
 
-    def frame_rows(self, item: MediaItem, total: int, num_rows: int, kept: Tensor | None) -> tuple[int, ...]:
+    def frame_rows(self, item: MediaItem, num_rows: int, kept: Tensor | None) -> tuple[int, ...]:
         if self.recipe.pruning_rule is None:
             return ()
-        frames, per_frame = item.grid[0], total // item.grid[0]
+        frames, (rows, columns) = item.grid[0], merged_sides(item.grid, self.merge)
+        per_frame = rows * columns
         if kept is not None:
             return tuple(torch.bincount(kept.cpu() // per_frame, minlength=frames).tolist())
         return tuple(min(per_frame, max(0, num_rows - per_frame * frame)) for frame in range(frames))
 
-    def prune(self, item: Encoded, rate: float) -> Encoded:
+    def prune(self, item: Encoded, rate: float, selector: Selector) -> Encoded:
         """Return the item with what is kept, by rows of all outputs; what came pruned stays as it is."""
-        if item.kind != "video" or not rate or item.kept is not None:
+        if item.kind not in selector.kinds or item.kept is not None:
             return item
-        outputs = (item.embeds, *item.layers.values())
-        whole = torch.cat(outputs, dim=-1) if item.layers else item.embeds
-        selection, form = self.graphs.selection_for(whole)
-        pruned = prune_by(selection, whole, item.grid, self.merge, rate)
-        embeds, *layers = pruned.embeds.split([output.shape[-1] for output in outputs], dim=-1)
-        mask = torch.zeros(len(item.embeds), dtype=torch.bool, device=pruned.kept.device)
-        mask.index_fill_(0, pruned.kept, True)
-        named = dict(zip(item.layers, layers, strict=True))
-        return replace(item, embeds=embeds, layers=named, kept=pruned.kept, mask=mask, form=form)
+        whole = torch.cat((item.embeds, *item.layers.values()), dim=-1) if item.layers else item.embeds
+        is_own = selector is self.graphs.selection.selector
+        graphs = self.graphs if is_own else self.graphs.pruning_by(selector)
+        selection, form = graphs.selection_for(whole, len(whole) // item.grid[0])
+        return _of_rows(item, prune_by(selection, whole, item.grid, self.merge, rate), form)
+
+    def prune_part(self, item: Encoded, rate: float, selector: Selector) -> Encoded:
+        """Return what is kept of a video of which the tower had some cells, by rows of all outputs."""
+        if item.kind not in selector.kinds or item.kept is None:
+            return item
+        whole = torch.cat((item.embeds, *item.layers.values()), dim=-1) if item.layers else item.embeds
+        part = Pruned(embeds=whole, kept=item.kept)
+        pruned = prune_part(selector, part, item.grid, self.merge, rate)
+        return _of_rows(item, pruned, "eager: some cells of a video have no package")
+
+    def finish(
+        self,
+        item: Encoded,
+        source: EncoderInput,
+        pruning: Pruning,
+        question: Callable[[], Tensor] | None = None,
+    ) -> Encoded:
+        """Return the item of a request pruned as it asks, after the tower."""
+        pruning = pruning.of(item.kind)
+        if source.kept is not None:
+            return kept_of(item, source.kept, source.form)
+        if not pruning.rate or pruning.after:
+            return item
+        selector = self.selector(pruning.method)
+        if isinstance(selector, DivPruneSelector) and selector.asks and question:
+            selector = replace(selector, question=question())
+        step = self.prune if source.item.cells is None else self.prune_part
+        return step(item, pruning.rate, selector)
+
+
+def kept_of(item: Encoded, kept: Tensor, form: str | None) -> Encoded:
+    """Return those tokens of an item, whole or of some of its cells, that were chosen by its pixels."""
+    kept = to_device(kept, item.embeds.device)
+    rows = kept if item.kept is None else torch.searchsorted(item.kept, kept)
+    whole = torch.cat((item.embeds, *item.layers.values()), dim=-1) if item.layers else item.embeds
+    return _of_rows(item, Pruned(embeds=whole.index_select(0, rows), kept=kept), form)
+
+
+def _of_rows(item: Encoded, pruned: Pruned, form: str | None) -> Encoded:
+    widths = [output.shape[-1] for output in (item.embeds, *item.layers.values())]
+    embeds, *layers = pruned.embeds.split(widths, dim=-1)
+    count = len(item.embeds) if item.mask is None else len(item.mask)
+    mask = torch.zeros(count, dtype=torch.bool, device=pruned.kept.device).index_fill_(0, pruned.kept, True)
+    named = dict(zip(item.layers, layers, strict=True))
+    return replace(item, embeds=embeds, layers=named, kept=pruned.kept, mask=mask, form=form)

@@ -15,6 +15,7 @@ from vlexport.codec import check_fields, check_text, texts_in
 from vlexport.errors import InputError
 from vlexport.media import MediaLimits
 from vlexport.positions.rules import check_rate
+from vlexport.pruning.cells import CellChoice, Pruning
 from vlexport.runtime.outputs import STAGES, Encoded
 from vlexport.specs import MediaItem, Pixels, check_frame_rate
 
@@ -33,22 +34,27 @@ if TYPE_CHECKING:
     Source = ImageSource | VideoSource | MediaItem | Encoded
     Message = Mapping[str, object]
 
-    class MediaOptions(TypedDict, total=False):
+    class PruningKeywords(TypedDict, total=False):
+        """Keywords of both."""
+
+        prune: float | None
+        method: str | None
+        prune_before: float | str | None
+
+    class MediaOptions(PruningKeywords, total=False):
         """Keywords of `Pipeline.encode`."""
 
         images: ImageSource | Iterable[ImageSource]
         videos: VideoSource | Iterable[VideoSource]
         fps: float | None
-        prune: float | None
         limits: MediaLimits | None
 
-    class RequestOptions(TypedDict, total=False):
+    class RequestOptions(PruningKeywords, total=False):
         """Keywords of `Pipeline.generate`."""
 
         images: Source | Iterable[Source]
         videos: Source | Iterable[Source]
         fps: float | None
-        prune: float | None
         max_new_tokens: int | None
         generation: Generation | None
 else:
@@ -140,7 +146,9 @@ class Request:
     raw_prompt  the prompt as the tokenizer sees it, with one placeholder for each item
     images      sources of pixels, preprocessed items, or embeddings as `encode` gives them
     fps         rate of frames that have none: of arrays their own, of files the one to sample at
-    prune       share of each video's tokens to drop
+    prune       share of each video's tokens to drop; `method` says by what, by default the bundle's
+    prune_before  which cells the tower gets (pruning/cells.py): `static:0.7`, `predicted`, ..., or a rate,
+                  which is that of `static`
     allow_special_tokens  special tokens that are written in a prompt or in messages count as such; by default
                           they are plain text. A raw_prompt always holds its own special tokens
     """
@@ -154,6 +162,8 @@ class Request:
     video_embeds: Sequence[Encoded] = ()
     fps: float | None = None
     prune: float | None = None
+    method: str | None = None
+    prune_before: float | str | None = None
     allow_special_tokens: bool = False
     limits: RequestLimits | None = None
     generation: Generation = field(default_factory=Generation)
@@ -184,6 +194,8 @@ class Request:
             check_frame_rate(self.fps)
         if self.prune is not None:
             check_rate(self.prune)
+        if self.prune_before is not None:
+            CellChoice.of(self.prune_before)
 
     @classmethod
     def of(
@@ -231,11 +243,17 @@ def _check(is_fine: bool, name: str, value: object, expected: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncoderInput:
-    """An item to encode: its key if it may be cached, and its embeddings if they are known."""
+    """An item to encode: its key if it may be cached, and its embeddings if they are known.
+
+    kept  tokens that stay after the tower, where they are chosen by pixels
+    form  in which cells were chosen
+    """
 
     item: MediaItem
     key: bytes | None = None
     encoded: Encoded | None = None
+    kept: Tensor | None = None
+    form: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -286,7 +304,7 @@ class RequestState:
     """A request and its intermediate results; each step fills in its own fields.
 
     forms          in which pruning and positions ran
-    preprocess     limits: the request's and the operator's together; rate: share of video tokens to drop;
+    preprocess     limits: the request's and the operator's together; pruning: which tokens are dropped;
                    is_pruned: which rule positions follow; the prompt, and its media in prompt order
     encode, prune  encoded: embeddings of the media in prompt order
     embed          embeds [N, D] of the whole prompt, its positions, and the levels of its media
@@ -297,7 +315,7 @@ class RequestState:
     forms: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     limits: RequestLimits = field(init=False)
-    rate: float = field(init=False)
+    pruning: Pruning = field(init=False)
     is_pruned: bool = field(init=False)
     marked: MarkedPrompt = field(init=False)
     media: tuple[EncoderInput, ...] = field(init=False)

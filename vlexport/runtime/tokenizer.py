@@ -154,6 +154,11 @@ class CheckpointTokenizer:
             if (token := self._special.get(number)) is not None
         ]
 
+    def words(self, text: str) -> list[int]:
+        """Return the ids of a text without those of special tokens."""
+        ids = self.encode(text, add_special=False).ids
+        return [number for number in ids if number not in self._special]
+
     def special_tokens(self) -> Iterable[str]:
         return [token.content for token in self._special.values()]
 

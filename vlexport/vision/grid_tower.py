@@ -30,6 +30,7 @@ class GridPacking(Packing):
     """Patches in merge-block order; `window_side` in cells, None for frames; `further` are outputs."""
 
     per_patch: tuple[str, ...] = ("positions",)
+    takes_cells = True
 
     def __init__(self, rule: PatchRule, window_side: int | None = None, further: Iterable[str] = ()) -> None:
         self.rule = rule
@@ -43,10 +44,31 @@ class GridPacking(Packing):
 
     def check(self, media: Sequence[MediaItem]) -> None:
         grid.check_grids(grids_of(media), self.merge)
-        check_patches(media, self.row_width)
+        check_patches(media, self.row_width, self.unit)
 
     def structure(self, media: Sequence[MediaItem]) -> Structure:
-        return {"grids": grids_of(media)}
+        structure = {"grids": grids_of(media)}
+        if all(item.cells is None for item in media):
+            return structure
+        kept, first = [], 0
+        for item in media:
+            whole = math.prod(item.grid) // self.unit
+            kept.append(first + (torch.arange(whole) if item.cells is None else item.cells))
+            first += whole
+        return {**structure, "cells": torch.cat(kept)}
+
+    def cells_of(self, item: MediaItem) -> Tensor:
+        """Return the bytes of a whole item, cell by cell: [frames, rows, columns, colours, bytes]."""
+        frames, rows, columns = item.grid[0], item.grid[1] // self.merge, item.grid[2] // self.merge
+        return self.bytes_in_cells(item.patches.view(frames, rows, columns, self.unit, self.row_width))
+
+    def bytes_in_cells(self, patches_THWUP: Tensor) -> Tensor:
+        """Return the same of patches in cells."""
+        levels = self.rule.levels
+        if patches_THWUP.dtype != torch.uint8:
+            patches_THWUP = levels.bytes_of(patches_THWUP.flatten(0, 3)).view_as(patches_THWUP)
+        cells_THWCB: Tensor = patches_THWUP.unflatten(4, (len(levels.mean), -1)).transpose(3, 4).flatten(4)
+        return cells_THWCB
 
     def segments(self, structure: Structure) -> Mapping[str, Segments]:
         grids_I3 = structure["grids"]
@@ -83,9 +105,8 @@ class GridPacking(Packing):
         )
         if self.window_side is None:
             return CallSizes(cells=cells, segments={"frame": frame})
-        # A run per size of window: whole ones and those cut at either edge or both, of every frame.
-        side = range(1, self.window_side + 1)
-        runs = min(len({rows * columns for rows in side for columns in side}), 4 * min(frames, cells.max))
+        # A run per number of cells: fewer at an edge, and where some cells are left alone.
+        runs = min(self.window_side**2, distinct)
         window = SegmentSizes(
             count=Range(1, cells.opt // 8 + 1, cells.max),
             length=Range(1, self.window_side**2, self.window_side**2),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -27,13 +28,14 @@ class PackedReference:
     def run(self, items: Sequence[MediaItem]) -> dict[str, Tensor]:
         tower: Any = self.module
         patches = torch.cat([item.patches for item in items])
-        outputs = tower(patches, grid_thw=_grids(items))
+        outputs = tower(patches, grid_thw=_grids(items), **self._parts(items))
         levels = enumerate(getattr(outputs, "deepstack_features", ()))
         return {"embeds": outputs.pooler_output, **{f"level_{at}": rows for at, rows in levels}}
 
     def blocks(self, items: Sequence[MediaItem]) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
         tower: Any = self.module
-        undo = torch.argsort(self.order(tower, _grids(items))) if self.order else None
+        order = self.order(tower, _grids(items)) if self.order else None
+        undo = None if order is None else torch.argsort(self._parts(items).get("window_index", order))
         unit: int = tower.spatial_merge_size**2
         taken: list[tuple[Tensor, Tensor]] = []
 
@@ -44,6 +46,46 @@ class PackedReference:
             for block in tower.blocks:
                 hooks.callback(block.register_forward_hook(keep).remove)
             return self.run(items), taken
+
+    def _parts(self, items: Sequence[MediaItem]) -> dict[str, Tensor]:
+        """Return what a class of transformers is told where items are some of their cells, else nothing.
+
+        Its own tables of the whole items: rows of the cells that are there, and their counts by segment.
+        """
+        if all(item.cells is None for item in items):
+            return {}
+        from transformers import vision_utils
+
+        tower: Any = self.module
+        grids_I3, merge = _grids(items), tower.spatial_merge_size
+        there = [torch.ones(math.prod(item.grid) // merge**2, dtype=torch.bool) for item in items]
+        for mask, item in zip(there, items, strict=True):
+            if item.cells is not None:
+                mask.zero_()[item.cells] = True
+        there_M = torch.cat(there)
+        there_N = there_M.repeat_interleave(merge**2)
+        bounds = vision_utils.get_vision_cu_seqlens(grids_I3)
+        parts = {
+            "position_ids": vision_utils.get_vision_position_ids(grids_I3, merge)[there_N],
+            "cu_seqlens": _bounds_of(there_N, bounds),
+        }
+        if hasattr(tower, "window_size"):
+            order_M, bounds = vision_utils.get_vision_window_index(
+                grids_I3, spatial_merge_size=merge, window_size=tower.window_size, patch_size=tower.patch_size
+            )
+            in_order_M = there_M[order_M]
+            parts["window_index"] = (there_M.cumsum(0) - 1)[order_M][in_order_M]
+            parts["cu_window_seqlens"] = _bounds_of(in_order_M.repeat_interleave(merge**2), bounds)
+        if hasattr(tower, "interpolation_mode"):
+            table = vision_utils.get_vision_interpolation_indices_and_weights(
+                grids_I3,
+                num_grid_per_side=tower.num_grid_per_side,
+                mode=tower.interpolation_mode,
+                align_corners=tower.interpolation_align_corners,
+                spatial_merge_size=merge,
+            )
+            parts["interp_indices"], parts["interp_weights"] = (rows[there_N] for rows in table)
+        return parts
 
 
 def packed_reference(
@@ -62,6 +104,13 @@ def packed_reference(
     # Its table is a buffer outside the state, so it has to be made anew off the meta device.
     module.rotary_pos_emb = type(module.rotary_pos_emb)(vision)
     return PackedReference(module, order)
+
+
+def _bounds_of(there_N: Tensor, bounds_B: Tensor) -> Tensor:
+    """Return the bounds of the rows that are there, without segments that have none."""
+    before_N = torch.cat([torch.zeros(1, dtype=torch.int64), there_N.cumsum(0)])
+    found: Tensor = before_N[bounds_B.long()].unique().to(bounds_B.dtype)
+    return found
 
 
 def _grids(items: Sequence[MediaItem]) -> Tensor:

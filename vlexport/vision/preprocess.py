@@ -131,10 +131,10 @@ class PatchRule:
         return PixelNormalisation(mean=tuple(mean), std=tuple(std))
 
 
-def check_patches(media: Sequence[MediaItem], row_width: int) -> None:
-    """Refuse items whose rows do not match their grid, or images with more than one frame."""
+def check_patches(media: Sequence[MediaItem], row_width: int, unit: int = 1) -> None:
+    """Refuse items whose rows do not match their grid or cells, or images with more than one frame."""
     for number, item in enumerate(media):
-        rows = math.prod(item.grid)
+        rows = math.prod(item.grid) if item.cells is None else unit * len(item.cells)
         if tuple(item.patches.shape) != (rows, row_width):
             raise InputError(
                 f"item {number}: patches of shape {list(item.patches.shape)} given, "

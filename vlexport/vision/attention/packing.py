@@ -8,10 +8,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from vlexport.errors import UnsupportedError
 from vlexport.specs import NAMED_BOUNDS, Dim, MediaBounds, MediaItem, Multiple, ShapeProfile, Symbol
 from vlexport.vision.attention import cu_seqlens
 from vlexport.vision.attention import layout as layouts
-from vlexport.vision.attention.segmentation import CallSizes, Segmentation, Segments
+from vlexport.vision.attention.segmentation import CallSizes, Segmentation, Segments, take_cells
 from vlexport.vision.preprocess import PixelNormalisation
 
 Grid = tuple[int, int, int]
@@ -33,6 +34,7 @@ class Packing:
     cell_tokens    tokens that a cell becomes, where no segmentation has queries
     learned        rows that the tower itself puts before the patches of every frame; a cell is then one row
     frames_apart   whether the tokens of a frame depend on that frame alone
+    takes_cells    whether an item may be some of the cells of its grid (`MediaItem.cells`)
     """
 
     merge: int = 1
@@ -46,6 +48,7 @@ class Packing:
     per_patch: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ("embeds",)
     frames_apart: ClassVar[bool] = True
+    takes_cells: ClassVar[bool] = False
 
     def check(self, media: Sequence[MediaItem]) -> None:
         raise NotImplementedError
@@ -91,6 +94,11 @@ class Packing:
 
     def prepare(self, media: Sequence[MediaItem], layout: str) -> dict[str, Tensor]:
         """Return all engine inputs of a call: integers as int32, tables of floats as float32."""
+        if not self.takes_cells and any(item.cells is not None for item in media):
+            raise UnsupportedError(
+                "an item of some of its cells given; towers of this family take whole items. Leave out "
+                "prune_before."
+            )
         self.check(media)
         patches = torch.cat([item.patches for item in media]) if len(media) > 1 else media[0].patches
         structure = self.structure(media)
@@ -98,8 +106,18 @@ class Packing:
         return {"patches": patches, **tables, **self.row_weights(structure, tables["order"])}
 
     def tables(self, structure: Structure, layout: str) -> dict[str, Tensor]:
-        tables = layouts.tables(layout, self.segmentations, self.segments(structure), self.unit)
-        tables |= self.row_tables(structure, tables["order"])
+        """Return all tables of integers, as int32; `cells` of a structure are those that are there."""
+        segments, kept_K = self.segments(structure), structure.get("cells")
+        if kept_K is not None:
+            segments = {name: whole.of_cells(kept_K) for name, whole in segments.items()}
+        tables = layouts.tables(layout, self.segmentations, segments, self.unit)
+        rows = self.row_tables(structure, tables["order"])
+        if kept_K is not None:
+            rows = {
+                name: take_cells(row, kept_K, self.unit, row.shape[0] // self.unit)
+                for name, row in rows.items()
+            }
+        tables |= rows
         return {name: table.to(torch.int32) for name, table in tables.items()}
 
     def axes(self, layout: str) -> Mapping[str, Mapping[int, Dim]]:
@@ -129,6 +147,8 @@ class Packing:
         return sizes
 
     def num_tokens(self, item: MediaItem) -> int:
+        if item.cells is not None:
+            return len(item.cells)
         if self.queried is None:
             return item.grid[0] * item.grid[1] * item.grid[2] // self.merge**2 * self.cell_tokens
         return self.queried.queries * len(self.segments(self.structure([item]))[self.queried.name].lengths_S)

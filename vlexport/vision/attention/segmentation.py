@@ -48,6 +48,14 @@ class Segments:
     order_M: Tensor
     lengths_S: Tensor
 
+    def of_cells(self, kept_K: Tensor) -> Segments:
+        """Return what is left of the segments where these cells stay, counted anew; empty ones are gone."""
+        number_M = torch.full_like(self.order_M, -1).index_copy(0, kept_K, torch.arange(kept_K.shape[0]))
+        number_M = number_M[self.order_M]
+        owner_M = torch.repeat_interleave(self.lengths_S)
+        lengths_S = owner_M[number_M >= 0].bincount()
+        return Segments(order_M=number_M[number_M >= 0], lengths_S=lengths_S[lengths_S > 0])
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SegmentSizes:

@@ -93,6 +93,8 @@ class ImagePacking(Packing):
 class TablePacking(GridPacking):
     """Patches of any grid for a class that takes its tables: positions and taps of a table of positions."""
 
+    takes_cells = False
+
     def __init__(
         self, rule: PatchRule, window_side: int | None, table: Table | None, outputs: tuple[str, ...]
     ) -> None:
