@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from benchmarks.trained import scenes
 from benchmarks.trained.measure import PARTS, measure
 from benchmarks.trained.task import HELD_OUT_COUNT, HELD_OUT_SEED, SHOWN, write_shown, write_task
 from benchmarks.trained.train import STEPS, Training, train
@@ -18,7 +19,7 @@ def main(words: list[str]) -> int:
         names = ("folder", "seed", "steps", "stop")
         train(Training(**{name: getattr(given, name) for name in names}), _show)
     elif given.verb == "task":
-        _show(str(write_task(given.folder, given.count, given.seed)))
+        _show(str(write_task(given.folder, given.count, given.seed, given.kinds)))
     elif given.verb == "scene":
         write_shown(given.folder)
     else:
@@ -38,6 +39,10 @@ def _parser() -> argparse.ArgumentParser:
     task = verbs.add_parser("task", help="write pictures, videos and task.jsonl for `vlexport sweep --task`")
     task.add_argument("folder", type=Path)
     task.add_argument("--seed", type=int, default=HELD_OUT_SEED)
+    words = "kinds of scenes, in turn: `image video` gives the questions before there were others"
+    task.add_argument(
+        "--kinds", nargs="+", choices=scenes.QUESTIONS, default=tuple(scenes.QUESTIONS), help=words
+    )
     shown = verbs.add_parser("scene", help="write the picture, the video and the question of `vlexport demo`")
     shown.add_argument("folder", type=Path, nargs="?", default=SHOWN)
     measuring = verbs.add_parser(

@@ -55,26 +55,26 @@ class Reference:
     ) -> list[str]:
         """Return an answer to each question, greedily; `change` is applied to the frames of videos."""
         found = [""] * len(pairs)
-        for kind in scenes.QUESTIONS:
-            places = [at for at, (scene, _) in enumerate(pairs) if scene.kind == kind]
+        for medium in scenes.MEDIA:
+            places = [at for at, (scene, _) in enumerate(pairs) if scene.medium == medium]
             for first in range(0, len(places), BATCH):
                 some = places[first : first + BATCH]
                 frames = [pairs[at][0].frames for at in some]
-                if change and kind == "video":
+                if change and medium == "video":
                     frames = [change(each, at) for each, at in zip(frames, some, strict=True)]
-                made = self._generate(kind, np.stack(frames), [pairs[at][1].prompt for at in some])
+                made = self._generate(medium, np.stack(frames), [pairs[at][1].prompt for at in some])
                 for at, answer in zip(some, made, strict=True):
                     found[at] = answer
         return found
 
     @torch.inference_mode()
-    def _generate(self, kind: str, frames: np.ndarray, prompts: Sequence[str]) -> list[str]:
+    def _generate(self, medium: str, frames: np.ndarray, prompts: Sequence[str]) -> list[str]:
         patches = patches_of(frames)
         steps = len(patches) // len(frames)
-        pad = f"<|{kind}_pad|>"
+        pad = f"<|{medium}_pad|>"
         texts = [
             self.tokenizer.apply_chat_template(
-                [{"role": "user", "content": [{"type": kind}, {"type": "text", "text": prompt}]}],
+                [{"role": "user", "content": [{"type": medium}, {"type": "text", "text": prompt}]}],
                 tokenize=False,
                 add_generation_prompt=True,
             ).replace(pad, pad * (steps * CELLS))
@@ -84,14 +84,14 @@ class Reference:
         ids = given["input_ids"]
         slot = self.tokenizer.convert_tokens_to_ids(pad)
         grids = torch.tensor([[steps, *PATCHES]] * len(frames))
-        media: dict[str, object] = {f"{kind}_grid_thw": grids}
-        media["pixel_values" if kind == "image" else "pixel_values_videos"] = patches.flatten(0, 1)
-        if kind == "video":
+        media: dict[str, object] = {f"{medium}_grid_thw": grids}
+        media["pixel_values" if medium == "image" else "pixel_values_videos"] = patches.flatten(0, 1)
+        if medium == "video":
             media["second_per_grid_ts"] = [MERGE / scenes.FRAMES_PER_SECOND] * len(frames)
         made = self.model.generate(
             ids,
             attention_mask=given["attention_mask"],
-            mm_token_type_ids=(ids == slot).int() * (1 if kind == "image" else 2),
+            mm_token_type_ids=(ids == slot).int() * (1 if medium == "image" else 2),
             max_new_tokens=LONGEST,
             do_sample=False,
             **media,

@@ -31,7 +31,7 @@ SIZES = Tiny(
     heads=4,
     inner=160,
     out=128,
-    text=Text(width=128, heads=4, layers=4, inner=320, vocabulary=512),
+    text=Text(width=128, heads=4, layers=4, inner=320, vocabulary=640),
 )
 # Windows of 2 x 2 merged cells in frames of 3 x 5, so that windows are cut on both sides.
 WINDOW = 56
@@ -43,6 +43,8 @@ PATCH, MERGE = 14, 2
 PATCHES = (scenes.HEIGHT // PATCH, scenes.WIDTH // PATCH)
 CELLS = scenes.ROWS * scenes.COLUMNS
 IGNORED = -100
+# Shapes with words and digits, colours, each or none; and whether the thing came or moved.
+READ = (len(scenes.SHAPES) + len(scenes.TEXTS) + 1, len(scenes.COLOURS) + 1, 2)
 
 
 def checkpoint_contents() -> CheckpointContents:
@@ -105,9 +107,9 @@ def _decoder_layer(layer: Any, x: Tensor, turns: tuple[Tensor, Tensor], mask: Te
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """Frames of scenes of one kind, token ids of their questions with what follows, and contents of cells."""
+    """Frames of scenes of one medium, ids of their questions with what follows, and contents of cells."""
 
-    kind: str
+    medium: str
     frames: np.ndarray
     ids_BQL: Tensor
     targets_BQL: Tensor
@@ -129,7 +131,7 @@ class TrainedModel:
         config = Qwen2_5_VLConfig.from_pretrained(str(folder))
         self.model = Qwen2_5_VLForConditionalGeneration(config)
         # What lies in a cell, read from its token: an aid of the training, not stored.
-        self.reader = nn.Linear(SIZES.out, 16)
+        self.reader = nn.Linear(SIZES.out, sum(READ))
         self.specials = {
             name: self.tokenizer.convert_tokens_to_ids(name) for name in self.tokenizer.all_special_tokens
         }
@@ -176,9 +178,9 @@ class TrainedModel:
         tokens: Tensor = tower.merger(x)
         return tokens.reshape(-1, CELLS, SIZES.out)
 
-    def prefix(self, kind: str, steps: int) -> tuple[list[int], Tensor]:
+    def prefix(self, medium: str, steps: int) -> tuple[list[int], Tensor]:
         """Return the ids up to the question, and the positions (3 x tokens) of these."""
-        pad = self.specials[f"<|{kind}_pad|>"]
+        pad = self.specials[f"<|{medium}_pad|>"]
         before = self.encode_text("<|im_start|>user\n<|vision_start|>")
         start = len(before)
         t, h, w = np.indices((steps, scenes.ROWS, scenes.COLUMNS)).reshape(3, -1)
@@ -202,13 +204,13 @@ class TrainedModel:
         """Return the loss of answers, that of the reader, and for each question: right or not."""
         scenes_B, questions, length = batch.ids_BQL.shape
         tokens = self.encode(patches_of(batch.frames))
-        read = self.reader(tokens.flatten(0, 1))
-        aid = functional.cross_entropy(read[:, :7], batch.shapes_BS.flatten())
-        aid = aid + functional.cross_entropy(read[:, 7:14], batch.colours_BS.flatten())
-        if batch.kind == "video":
-            aid = aid + functional.cross_entropy(read[:, 14:], batch.events_BS.flatten())
+        shapes, colours, events = self.reader(tokens.flatten(0, 1)).split(READ, dim=1)
+        aid = functional.cross_entropy(shapes, batch.shapes_BS.flatten())
+        aid = aid + functional.cross_entropy(colours, batch.colours_BS.flatten())
+        if batch.medium == "video":
+            aid = aid + functional.cross_entropy(events, batch.events_BS.flatten())
         steps = len(tokens) // scenes_B
-        prefix_ids, prefix_3N = self.prefix(batch.kind, steps)
+        prefix_ids, prefix_3N = self.prefix(batch.medium, steps)
         start, before = len(prefix_ids), len(prefix_ids) - 1 - steps * CELLS
         table = self.model.model.language_model.embed_tokens
         text_N = table(torch.tensor(prefix_ids)).expand(scenes_B, -1, -1)

@@ -4,13 +4,16 @@ A picture shows things of one shape and one colour on a textured ground. A video
 of a second: in the first one nothing happens, in each of the other four something comes, or something moves.
 Which of them does it is a permutation, so frames in another order, or the first one alone, do not give the
 answer.
+
+Two more kinds are hard on pruning. A page has words and digits on flat paper, or with the noise of a scan.
+Under a moving camera a ground of strong stripes pans while things come.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -36,6 +39,8 @@ ORDINALS = ("first", "second", "third", "last")
 WAYS = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 CORNERS = ((0, 0), (0, 1), (1, 0), (1, 1))
 HOMES = ((0, 1), (0, 3), (2, 1), (2, 3))
+# Cells of no corner, for things that stay while others come.
+BETWEEN = (*((1, column) for column in range(COLUMNS)), (0, 2), (2, 2))
 # Words for rows and columns of cells.
 HEIGHTS, SIDES = ("top", "middle", "bottom"), ("left", "left", "centre", "right", "right")
 PLACES = tuple(f"{height} {side}" for height in HEIGHTS for side in SIDES)
@@ -43,17 +48,49 @@ CORNER_PLACES = tuple(f"{height} {side}" for height in HEIGHTS[::2] for side in 
 MOST = 7
 COUNTS, TIMES = tuple(map(str, range(MOST + 1))), tuple(f"{step} s" for step in range(1, STEPS))
 PLURALS = {**{shape: f"{shape}s" for shape in SHAPES}, "cross": "crosses"}
+# Words share their letters: none of these gives a word away.
+WORDS, DIGITS = ("cat", "cap", "hat", "hot", "pot", "pet", "tap", "top"), tuple(map(str, range(10)))
+TEXTS = (*WORDS, *DIGITS)
+# Rows of dots, from above; a dot is a square of pixels.
+GLYPHS = {
+    "0": "### #.# #.# #.# ###",
+    "1": ".#. ##. .#. .#. ###",
+    "2": "### ..# ### #.. ###",
+    "3": "### ..# ### ..# ###",
+    "4": "#.# #.# ### ..# ..#",
+    "5": "### #.. ### ..# ###",
+    "6": "### #.. ### #.# ###",
+    "7": "### ..# ..# ..# ..#",
+    "8": "### #.# ### #.# ###",
+    "9": "### #.# ### ..# ###",
+    "a": ".#. #.# ### #.# #.#",
+    "c": "### #.. #.. #.. ###",
+    "e": "### #.. ### #.. ###",
+    "h": "#.# #.# ### #.# #.#",
+    "o": "### #.# #.# #.# ###",
+    "p": "### #.# ### #.. #..",
+    "t": "### .#. .#. .#. .#.",
+}
+DOT = 4
+# The ground pans by half a cell or a whole one in each step.
+PANS = (-CELL, -CELL // 2, CELL // 2, CELL)
+STRIPES = 60
 QUESTIONS = {
     "image": ("colour", "shape", "where", "count"),
     "video": ("order", "order colour", "order where", "when"),
+    "page": ("page digit", "page word", "page where"),
+    "camera": ("camera order", "camera order colour", "camera order where", "camera when"),
 }
+MEDIA = {"image": ("image", "page"), "video": ("video", "camera")}
+# Random streams of scenes; 2 to 4 choose questions and shuffle frames.
+STREAMS = {"image": 0, "video": 1, "page": 5, "camera": 6}
 # Two of every thousand noise values lie beyond 12 levels.
 NOISE_STD, NUM_NOISES = 4.0, 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Thing:
-    """A shape of one colour in a cell, by number."""
+    """A shape of one colour in a cell, by number; words and digits of a page are shapes of no colour, -1."""
 
     shape: int
     colour: int
@@ -72,7 +109,7 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scene:
-    """Frames (uint8, frames x height x width x 3; a picture has one) and the questions they answer.
+    """Frames (uint8, frames x height x width x 3; an image has one) and the questions they answer.
 
     `things` are those of each step.
     """
@@ -82,25 +119,37 @@ class Scene:
     things: tuple[tuple[Thing, ...], ...]
     questions: tuple[Question, ...]
 
+    @property
+    def medium(self) -> str:
+        return "image" if len(self.frames) == 1 else "video"
+
 
 def draw_scene(kind: str, seed: int, number: int, crowd: int = MOST) -> Scene:
     """Return the scene of this number; a picture has at most `crowd` things."""
-    rng = np.random.Generator(np.random.PCG64([seed, number, kind == "video"]))
+    rng = np.random.Generator(np.random.PCG64([seed, number, STREAMS[kind]]))
+    if kind == "page":
+        return _page(rng)
     if kind == "image":
         steps, questions = _picture(rng, crowd)
+    elif kind == "camera":
+        steps, questions = _arrivals(rng, ())
+        questions = [replace(each, category=f"camera {each.category}") for each in questions]
     elif rng.integers(2):
-        steps, questions = _arrivals(rng)
+        steps, questions = _arrivals(rng, BETWEEN)
     else:
         steps, questions = _moves(rng)
-    return Scene(kind=kind, frames=_frames(rng, steps, kind), things=tuple(steps), questions=tuple(questions))
+    pan = int(rng.choice(PANS)) if kind == "camera" else 0
+    return Scene(kind=kind, frames=_frames(rng, steps, pan), things=tuple(steps), questions=tuple(questions))
 
 
-def held_out(seed: int, count: int) -> Iterator[tuple[Scene, Question]]:
-    """Return scenes, pictures and videos in turn, with one question each; all categories equally often."""
+def held_out(
+    seed: int, count: int, kinds: Sequence[str] = tuple(QUESTIONS)
+) -> Iterator[tuple[Scene, Question]]:
+    """Return scenes of these kinds in turn with one question each; all categories of a kind equally often."""
     for number in range(count):
-        kind = ("image", "video")[number % 2]
-        wanted = QUESTIONS[kind][number // 2 % len(QUESTIONS[kind])]
-        # Not every picture has a question of every category.
+        kind, turn = kinds[number % len(kinds)], number // len(kinds)
+        wanted = QUESTIONS[kind][turn % len(QUESTIONS[kind])]
+        # Not every scene has a question of every category.
         for attempt in itertools.count():
             scene = draw_scene(kind, seed, number + attempt * count)
             fitting = [each for each in scene.questions if each.category == wanted]
@@ -150,10 +199,59 @@ def _question(category: str, prompt: str, answer: str, choices: Iterable[str]) -
     return Question(prompt=prompt, answer=answer.capitalize(), category=category, choices=known)
 
 
-def _arrivals(rng: np.random.Generator) -> tuple[list[tuple[Thing, ...]], list[Question]]:
+def _page(rng: np.random.Generator) -> Scene:
+    """Write a line with a word, one with digits, and one with either or nothing, in any order."""
+    paper = rng.integers(150, 256, 3) if rng.integers(2) else np.full(3, 255)
+    page = np.tile(paper.astype(np.float32), (HEIGHT, WIDTH, 1))
+    ink = rng.integers(0, 90, 3)
+    words, digits = list(rng.permutation(WORDS)), list(rng.permutation(DIGITS))
+    texts: list[tuple[str, int, int]] = []
+    questions = []
+    for row, line in enumerate(
+        rng.permutation(["word", "digits", rng.choice(["word", "digits", "nothing"])])
+    ):
+        top = row * CELL + rng.integers(2, CELL - 5 * DOT - 1)
+        if line == "word":
+            word, width = words.pop(), (4 * len(WORDS[0]) - 1) * DOT
+            texts.append((word, top, rng.integers(2, WIDTH - width - 1)))
+            questions += [
+                _question("page word", f"Which word is at the {HEIGHTS[row]}?", word, WORDS),
+                _question("page where", f"Where is the word {word}?", HEIGHTS[row], HEIGHTS),
+            ]
+        elif line == "digits":
+            columns = (rng.integers(2), 2, rng.integers(3, 5))
+            for at in rng.permutation(3)[: rng.integers(1, 4)]:
+                digit, place = digits.pop(), _place((row, columns[at]))
+                texts.append((digit, top, columns[at] * CELL + rng.integers(2, CELL - 3 * DOT - 1)))
+                questions += [
+                    _question("page digit", f"Which digit is at the {place}?", digit, DIGITS),
+                    _question("page where", f"Where is the digit {digit}?", place, PLACES),
+                ]
+    things = [thing for text in texts for thing in _written(page, ink, *text)]
+    if rng.integers(2):
+        page += _noises()[rng.integers(NUM_NOISES)]
+    frames = np.clip(page[None], 0, 255).astype(np.uint8)
+    return Scene(kind="page", frames=frames, things=(tuple(things),), questions=tuple(questions))
+
+
+def _written(page: np.ndarray, ink: np.ndarray, text: str, top: int, left: int) -> list[Thing]:
+    """Write glyphs beside each other, a dot apart; return the text as a thing in each of its cells."""
+    first, shape = left // CELL, len(SHAPES) + TEXTS.index(text)
+    for sign in text:
+        dots = np.array([list(row) for row in GLYPHS[sign].split()]) == "#"
+        mask = np.kron(dots, np.ones((DOT, DOT), dtype=bool))
+        page[top : top + mask.shape[0], left : left + mask.shape[1]][mask] = ink
+        left += mask.shape[1] + DOT
+    last = (left - DOT - 1) // CELL
+    return [Thing(shape=shape, colour=-1, cell=(top // CELL, column)) for column in range(first, last + 1)]
+
+
+def _arrivals(
+    rng: np.random.Generator, between: Sequence[tuple[int, int]]
+) -> tuple[list[tuple[Thing, ...]], list[Question]]:
     """Let four things come and go one after another, all shapes, colours and corners once."""
     shapes, colours, corners = (rng.permutation(NUM_EVENTS) for _ in range(3))
-    staying = _staying(rng, [(1, column) for column in range(COLUMNS)] + [(0, 2), (2, 2)])
+    staying = _staying(rng, between)
     steps, questions = [staying], []
     for at, ordinal in enumerate(ORDINALS):
         row, column = CORNERS[corners[at]]
@@ -207,13 +305,14 @@ def _staying(rng: np.random.Generator, cells: Sequence[tuple[int, int]]) -> tupl
     )
 
 
-def _frames(rng: np.random.Generator, steps: Sequence[Sequence[Thing]], kind: str) -> np.ndarray:
+def _frames(rng: np.random.Generator, steps: Sequence[Sequence[Thing]], pan: int) -> np.ndarray:
     """Draw every step; a thing keeps its shade and its place in the cell, noise is each frame's own."""
-    ground = _ground(rng)
+    ground = _ground(rng, COLUMNS + abs(pan) * (len(steps) - 1) // CELL, STRIPES if pan else 10)
+    start = 0 if pan >= 0 else ground.shape[1] - WIDTH
     looks: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
     drawn = []
-    for things in steps:
-        picture = ground.copy()
+    for step, things in enumerate(steps):
+        picture = ground[:, start + step * pan :][:, :WIDTH].copy()
         for thing in things:
             key = (thing.shape, thing.colour)
             if key not in looks:
@@ -224,21 +323,22 @@ def _frames(rng: np.random.Generator, steps: Sequence[Sequence[Thing]], kind: st
             mask = _masks()[thing.shape]
             window = picture[top : top + mask.shape[0], left : left + mask.shape[1]]
             window += mask * (shade - window)
-        drawn += [picture] * (FRAMES_PER_STEP if kind == "video" else 1)
+        drawn += [picture] * (FRAMES_PER_STEP if len(steps) > 1 else 1)
     noise = _noises()[rng.integers(NUM_NOISES, size=len(drawn))]
     frames: np.ndarray = np.clip(np.stack(drawn) + noise, 0, 255).astype(np.uint8)
     return frames
 
 
-def _ground(rng: np.random.Generator) -> np.ndarray:
+def _ground(rng: np.random.Generator, columns: int, stripes: int) -> np.ndarray:
     """Return soft blotches and stripes, lit from the right in red and from below in blue, by one tint."""
-    blotches = rng.uniform(-30, 30, (ROWS * 2, COLUMNS * 2, 3)).astype(np.float32)
-    down, across = _stretch(ROWS * 2, HEIGHT), _stretch(COLUMNS * 2, WIDTH)
+    width = columns * CELL
+    blotches = rng.uniform(-30, 30, (ROWS * 2, columns * 2, 3)).astype(np.float32)
+    down, across = _stretch(ROWS * 2, HEIGHT), _stretch(columns * 2, width)
     ground: np.ndarray = np.einsum("yr,rcd,xc->yxd", down, blotches, across, optimize=True)
-    y, x = np.mgrid[0:HEIGHT, 0:WIDTH].astype(np.float32)
+    y, x = np.mgrid[0:HEIGHT, 0:width].astype(np.float32)
     angle, wave = rng.uniform(0, np.pi), rng.uniform(0.25, 0.7)
-    ground += 10 * np.sin((x * np.cos(angle) + y * np.sin(angle)) * wave)[..., None]
-    ground += np.stack([x / WIDTH, np.full_like(x, 0.5), y / HEIGHT], axis=-1) * 70 + 55
+    ground += stripes * np.sin((x * np.cos(angle) + y * np.sin(angle)) * wave)[..., None]
+    ground += np.stack([x / width, np.full_like(x, 0.5), y / HEIGHT], axis=-1) * 70 + 55
     ground += rng.uniform(-12, 12, 3).astype(np.float32)
     return ground
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,13 +17,13 @@ HELD_OUT_SEED, HELD_OUT_COUNT = 1, 2000
 SHOWN = Path(__file__).parents[2] / "recipes" / "demo" / "trained" / "scene"
 
 
-def write_task(folder: Path, count: int, seed: int) -> Path:
+def write_task(folder: Path, count: int, seed: int, kinds: Sequence[str] = tuple(scenes.QUESTIONS)) -> Path:
     """Write pictures, videos and the questions about them; return the file of questions."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = []
-    for number, (scene, question) in enumerate(scenes.held_out(seed, count)):
-        name = f"{number:05d}.{'png' if scene.kind == 'image' else 'npy'}"
-        if scene.kind == "image":
+    for number, (scene, question) in enumerate(scenes.held_out(seed, count, kinds)):
+        name = f"{number:05d}.{'png' if scene.medium == 'image' else 'npy'}"
+        if scene.medium == "image":
             Image.fromarray(scene.frames[0]).save(folder / name)
         else:
             np.save(folder / name, scene.frames)
@@ -32,9 +33,9 @@ def write_task(folder: Path, count: int, seed: int) -> Path:
             "answer": question.answer,
             "category": question.category,
             "choices": question.choices,
-            scene.kind: name,
+            scene.medium: name,
         }
-        lines.append({**line, "fps": scenes.FRAMES_PER_SECOND} if scene.kind == "video" else line)
+        lines.append({**line, "fps": scenes.FRAMES_PER_SECOND} if scene.medium == "video" else line)
     path = folder / "task.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return path

@@ -23,7 +23,7 @@ from benchmarks.trained.model import CELLS, IGNORED, Batch, TrainedModel
 
 # 40 minutes of one core, 20 of two.
 STEPS = 2400
-# Pictures and videos of one step, and questions about each of them.
+# Images and videos of one step, and questions about each of them.
 SCENES, QUESTIONS, LENGTH = {"image": 32, "video": 16}, 8, 16
 PEAK, WARM_UP, DECAY = 2e-3, 100, 0.05
 # Scenes grow to their full number of things over this share of the steps.
@@ -40,18 +40,18 @@ class Moment:
     crowd: int = scenes.MOST
 
 
-def make_batch(trained: TrainedModel, kind: str, moment: Moment) -> tuple[Batch, list[list[str]]]:
-    """Return the batch of a step, and the categories of its questions."""
-    count = SCENES[kind]
+def make_batch(trained: TrainedModel, medium: str, moment: Moment) -> tuple[Batch, list[list[str]]]:
+    """Return the batch of a step, the kinds of this medium in turn, and the categories of its questions."""
+    count, kinds = SCENES[medium], scenes.MEDIA[medium]
     ids = torch.full((count, QUESTIONS, LENGTH), trained.specials["<|endoftext|>"])
     targets = torch.full_like(ids, IGNORED)
-    steps = scenes.STEPS if kind == "video" else 1
+    steps = scenes.STEPS if medium == "video" else 1
     shapes, colours, events = np.zeros((3, count, steps, CELLS), dtype=np.int64)
     frames, categories = [], []
     for at in range(count):
         number = moment.step * count + at
         # Numbers below a million are held out.
-        scene = scenes.draw_scene(kind, moment.seed, 1_000_000 + number, moment.crowd)
+        scene = scenes.draw_scene(kinds[at % len(kinds)], moment.seed, 1_000_000 + number, moment.crowd)
         frames.append(scene.frames)
         for second, things in enumerate(scene.things):
             for thing in things:
@@ -66,7 +66,7 @@ def make_batch(trained: TrainedModel, kind: str, moment: Moment) -> tuple[Batch,
             ids[at, place, : len(full)] = torch.tensor(full)
             targets[at, place, len(prompt_ids) - 1 : len(full) - 1] = torch.tensor(answer)
     made = Batch(
-        kind=kind,
+        medium=medium,
         frames=np.stack(frames),
         ids_BQL=ids,
         targets_BQL=targets,
@@ -131,17 +131,17 @@ def train(wanted: Training, show: Callable[[str], None]) -> None:
     tally: dict[str, list[int]] = defaultdict(list)
     losses: dict[str, list[float]] = defaultdict(list)
     begun = cpu_seconds()
-    cores = ThreadPoolExecutor(len(scenes.QUESTIONS), initializer=torch.set_num_threads, initargs=(1,))
+    cores = ThreadPoolExecutor(len(scenes.MEDIA), initializer=torch.set_num_threads, initargs=(1,))
     for step in range(first, end):
         for group in optimizer.param_groups:
             group["lr"] = rate(step, steps)
         crowd = min(scenes.MOST, 2 + int(6 * step / (GROWTH * steps)))
         moment = Moment(seed=seed, step=step, crowd=crowd)
-        # A core each: pictures and videos take about as long.
-        sides = [cores.submit(one_side, trained, weights, kind, moment) for kind in scenes.QUESTIONS]
-        for kind, side in zip(scenes.QUESTIONS, (each.result() for each in sides), strict=True):
-            losses[kind].append(side.loss)
-            losses[f"{kind} cells"].append(side.aid)
+        # A core each: images and videos take about as long.
+        sides = [cores.submit(one_side, trained, weights, medium, moment) for medium in scenes.MEDIA]
+        for medium, side in zip(scenes.MEDIA, (each.result() for each in sides), strict=True):
+            losses[medium].append(side.loss)
+            losses[f"{medium} cells"].append(side.aid)
             for name, good in side.right:
                 tally[name].append(good)
             for weight, gradient in zip(weights, side.gradients, strict=True):
@@ -177,7 +177,7 @@ def train(wanted: Training, show: Callable[[str], None]) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Side:
-    """Losses and gradients of the pictures or of the videos of a step, and which answers were right."""
+    """Losses and gradients of the images or of the videos of a step, and which answers were right."""
 
     loss: float
     aid: float
@@ -185,9 +185,9 @@ class Side:
     right: list[tuple[str, bool]]
 
 
-def one_side(trained: TrainedModel, weights: Sequence[Tensor], kind: str, moment: Moment) -> Side:
+def one_side(trained: TrainedModel, weights: Sequence[Tensor], medium: str, moment: Moment) -> Side:
     """Draw a batch and return its gradients."""
-    batch, categories = make_batch(trained, kind, moment)
+    batch, categories = make_batch(trained, medium, moment)
     loss, aid, right = trained.loss(batch)
     return Side(
         loss=loss.item(),

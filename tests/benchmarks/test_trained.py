@@ -27,7 +27,7 @@ from benchmarks.trained.model import (
 from benchmarks.trained.task import SHOWN, write_shown, write_task
 from tests.reference.processors import their_image, their_video
 
-KINDS = ("image", "video")
+MEDIA = ("image", "video")
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +55,10 @@ def drawn(kind, count=40, seed=5):
     return [scenes.draw_scene(kind, seed, number) for number in range(count)]
 
 
-def test_every_step_of_a_video_has_one_event_and_its_events_are_a_permutation():
+@pytest.mark.parametrize("kind", scenes.MEDIA["video"])
+def test_every_step_of_a_video_has_one_event_and_its_events_are_a_permutation(kind):
     """So steps in another order, or the first alone, leave all answers equally likely."""
-    for scene in drawn("video"):
+    for scene in drawn(kind):
         rest, *steps = map(set, scene.things)
         (events,) = zip(*(step - rest for step in steps), strict=True)
         assert sorted(event.shape for event in events) == [0, 1, 2, 3]
@@ -92,12 +93,60 @@ def test_a_question_about_a_picture_has_one_answer_and_it_is_drawn():
                 assert len(named) == 1
 
 
+def cells_of(frame):
+    """The bytes of each cell."""
+    rows = frame.reshape(scenes.ROWS, scenes.CELL, scenes.COLUMNS, scenes.CELL, 3).swapaxes(1, 2)
+    return rows.reshape(CELLS, -1)
+
+
+def test_a_page_is_flat_but_for_its_text_or_has_noise_in_every_cell():
+    flat = 0
+    for scene in drawn("page"):
+        (frame,) = scene.frames
+        (colours, counts), cells = (
+            np.unique(frame.reshape(-1, 3), axis=0, return_counts=True),
+            cells_of(frame),
+        )
+        if len(colours) > 2:
+            assert len(np.unique(cells, axis=0)) == CELLS
+            continue
+        flat += 1
+        paper = np.tile(colours[counts.argmax()], scenes.CELL**2)
+        empty = {divmod(int(at), scenes.COLUMNS) for at in np.flatnonzero((cells == paper).all(axis=1))}
+        assert len(empty) >= 4
+        for question in scene.questions:
+            if question.category == "page digit":
+                place = question.prompt.removeprefix("Which digit is at the ").removesuffix("?")
+                assert not {cell for cell, name in _named_cells() if name == place} <= empty
+    assert 10 < flat < 30
+
+
+def _named_cells():
+    every = [(row, column) for row in range(scenes.ROWS) for column in range(scenes.COLUMNS)]
+    return zip(every, scenes.PLACES, strict=True)
+
+
+def test_the_ground_under_a_moving_camera_pans_by_half_or_whole_cells_and_stands_still_in_videos():
+    found = set()
+    for kind in scenes.MEDIA["video"]:
+        for scene in drawn(kind, 20):
+            first, second = scene.frames[[0, 2]].astype(int)
+            # Of things, which come, most of the frame is free.
+            apart = {
+                pan: np.median(abs(np.roll(first, -pan, axis=1) - second)[:, 28:-28])
+                for pan in (-28, -14, 0, 14, 28)
+            }
+            pan = min(apart, key=apart.__getitem__)
+            found.add((kind, pan))
+    assert found == {("video", 0), *(("camera", pan) for pan in (-28, -14, 14, 28))}
+
+
 def test_every_word_of_a_question_is_one_token_and_special_tokens_keep_their_numbers(untrained):
     tokenizer = Tokenizer.from_file(str(untrained / "tokenizer.json"))
     assert [tokenizer.token_to_id(name) for name in SPECIAL_TOKENS] == [
         token(name) for name in SPECIAL_TOKENS
     ]
-    for kind in KINDS:
+    for kind in scenes.QUESTIONS:
         for question in (each for scene in drawn(kind, 10) for each in scene.questions):
             for text in (question.prompt, question.answer):
                 found = tokenizer.encode(text)
@@ -108,15 +157,21 @@ def test_every_word_of_a_question_is_one_token_and_special_tokens_keep_their_num
 
 
 def test_a_task_file_names_its_media_and_holds_their_pixels(tmp_path):
-    lines = [json.loads(line) for line in write_task(tmp_path / "task", 8, 7).read_text().splitlines()]
-    for line, (scene, question) in zip(lines, scenes.held_out(7, 8), strict=True):
+    lines = [json.loads(line) for line in write_task(tmp_path / "task", 16, 7).read_text().splitlines()]
+    for line, (scene, question) in zip(lines, scenes.held_out(7, 16), strict=True):
         assert (line["prompt"], line["answer"]) == (question.prompt, question.answer)
-        path = tmp_path / "task" / line[scene.kind]
-        frames = np.load(path) if scene.kind == "video" else np.asarray(Image.open(path))[None]
+        path = tmp_path / "task" / line[scene.medium]
+        frames = np.load(path) if scene.medium == "video" else np.asarray(Image.open(path))[None]
         assert np.array_equal(frames, scene.frames)
     assert {line["category"] for line in lines} == {
         name for names in scenes.QUESTIONS.values() for name in names
     }
+
+
+def test_questions_of_some_kinds_alone_are_of_their_categories():
+    for kinds in (("image", "video"), ("page",)):
+        found = {question.category for _, question in scenes.held_out(7, 16, kinds)}
+        assert found == {name for kind in kinds for name in scenes.QUESTIONS[kind]}
 
 
 def test_the_package_has_the_scene_that_is_drawn(tmp_path):
@@ -143,7 +198,7 @@ def test_patches_are_those_of_the_processors_of_transformers():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MEDIA)
 def test_tokens_of_a_batch_are_those_of_the_tower_of_transformers(fresh, small, kind):
     batch, _ = train.make_batch(fresh, kind, train.Moment(seed=0, step=0))
     patches = patches_of(batch.frames)
@@ -156,7 +211,7 @@ def test_tokens_of_a_batch_are_those_of_the_tower_of_transformers(fresh, small, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MEDIA)
 def test_the_loss_of_questions_side_by_side_is_that_of_prompts_of_their_own(fresh, small, kind):
     reference = Reference.open(fresh.folder)
     batch, _ = train.make_batch(fresh, kind, train.Moment(seed=0, step=0))
