@@ -207,22 +207,22 @@ def _page(rng: np.random.Generator) -> Scene:
     words, digits = list(rng.permutation(WORDS)), list(rng.permutation(DIGITS))
     texts: list[tuple[str, int, int]] = []
     questions = []
-    for row, line in enumerate(
-        rng.permutation(["word", "digits", rng.choice(["word", "digits", "nothing"])])
-    ):
-        top = row * CELL + rng.integers(2, CELL - 5 * DOT - 1)
+    lines = rng.permutation(["word", "digits", rng.choice(["word", "digits", "nothing"])])
+    for row, line in enumerate(lines):
+        top = row * CELL + int(rng.integers(2, CELL - 5 * DOT - 1))
         if line == "word":
             word, width = words.pop(), (4 * len(WORDS[0]) - 1) * DOT
-            texts.append((word, top, rng.integers(2, WIDTH - width - 1)))
+            texts.append((word, top, int(rng.integers(2, WIDTH - width - 1))))
             questions += [
                 _question("page word", f"Which word is at the {HEIGHTS[row]}?", word, WORDS),
                 _question("page where", f"Where is the word {word}?", HEIGHTS[row], HEIGHTS),
             ]
         elif line == "digits":
-            columns = (rng.integers(2), 2, rng.integers(3, 5))
+            columns = (int(rng.integers(2)), 2, int(rng.integers(3, 5)))
             for at in rng.permutation(3)[: rng.integers(1, 4)]:
                 digit, place = digits.pop(), _place((row, columns[at]))
-                texts.append((digit, top, columns[at] * CELL + rng.integers(2, CELL - 3 * DOT - 1)))
+                left = columns[at] * CELL + int(rng.integers(2, CELL - 3 * DOT - 1))
+                texts.append((digit, top, left))
                 questions += [
                     _question("page digit", f"Which digit is at the {place}?", digit, DIGITS),
                     _question("page where", f"Where is the digit {digit}?", place, PLACES),
