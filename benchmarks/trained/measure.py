@@ -17,6 +17,7 @@ import torch
 import vlexport
 from benchmarks.run import describe_machine
 from benchmarks.tables import markdown, write_between, write_whole
+from benchmarks.trained import scenes
 from benchmarks.trained.evaluate import evaluate
 from benchmarks.trained.task import HELD_OUT_SEED, write_task
 from vlexport._build.build import build_checkpoint
@@ -163,15 +164,16 @@ def measure(part: str, folders: Sequence[Path], count: int, show: Show, **option
 
 
 def _accuracy_table(content: dict[str, Any]) -> list[str]:
-    found = content["result"]
-    parts = ("all", "image", "video")
-    names = [*parts, *sorted(next(iter(found.values()))["percent"]["transformers"].keys() - set(parts))]
-    rows = [
-        (f"{name}, {who}", *(f"{shares[each]:.1f}" for each in names))
-        for name, one in found.items()
+    """Return a row for all questions, for each kind and for each category."""
+    columns = {
+        f"{name}, {who}": shares
+        for name, one in content["result"].items()
         for who, shares in one["percent"].items()
-    ]
-    return markdown(("% right", *names), rows)
+    }
+    kinds = scenes.QUESTIONS
+    names = ["all", *kinds, *(category for kind in kinds.values() for category in kind)]
+    rows = [(each, *(f"{shares[each]:.1f}" for shares in columns.values())) for each in names]
+    return markdown(("% right", *columns), rows)
 
 
 def _precision_table(content: dict[str, Any]) -> list[str]:

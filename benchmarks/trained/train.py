@@ -21,8 +21,8 @@ from torch import Tensor
 from benchmarks.trained import scenes
 from benchmarks.trained.model import CELLS, IGNORED, Batch, TrainedModel
 
-# 40 minutes of one core, 20 of two.
-STEPS = 2400
+# 50 minutes of one core, 25 of two.
+STEPS = 3000
 # Images and videos of one step, and questions about each of them.
 SCENES, QUESTIONS, LENGTH = {"image": 32, "video": 16}, 8, 16
 PEAK, WARM_UP, DECAY = 2e-3, 100, 0.05
