@@ -82,6 +82,8 @@ KINDS: dict[str, Kind] = {
     "requests round the profile": Kind(21, 10_000, 0, 10_000),
     "malformed embeddings and grids": Kind(22, 2_000, 200, 2_000),
     "combinations of pruning": Kind(23, 300, 0, 300),
+    "pictures pruned by pixels": Kind(23, 10_000, 120, 10_000),
+    "clips pruned by pixels": Kind(23, 200, 120, 200),
     "prompts beside the walk of their positions": Kind(23, EVERY, 1),
     "mixed requests": Kind(24, 1_000, 0, 1_000, 20_000),
     "minutes of hostile mix": Kind(24, 60, 0, 1, 60),

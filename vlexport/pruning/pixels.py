@@ -79,14 +79,13 @@ def contrast(cells_THWCB: Tensor) -> Tensor:
 def predicted(cells_THWCB: Tensor) -> Tensor:
     """Return 0 for cells that are, byte for byte, a neighbour that stands for them, or the cell before.
 
-    The left neighbour does, but the one above where the left one equals the one above it and the upper left
-    one is not the upper one; in the first row the left one, in the first column the upper one.
+    The left neighbour does, but the upper one where the left one equals the one above it, and in the first
+    column.
     """
     left_THW = _same_as_before(cells_THWCB, 2)
     above_THW = _same_as_before(cells_THWCB, 1)
-    # Whether the left cell equals the one above it, and the upper one that on its left.
-    left_above_THW, above_left_THW = _before(left_THW, 1), _before(above_THW, 2)
-    by_above_THW = above_left_THW & ~left_above_THW
+    # Where the upper left cell is as the upper one too, both neighbours are the same.
+    by_above_THW = _before(above_THW, 2)
     by_above_THW = by_above_THW | (torch.arange(cells_THWCB.shape[2], device=cells_THWCB.device) == 0)
     # ONNX Runtime chooses between no flags.
     like_THW = (by_above_THW & above_THW) | (~by_above_THW & left_THW)
