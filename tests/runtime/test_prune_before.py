@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.golden_data import FOLDER
 from tests.runtime.made import IMAGE, VIDEO, image, prompt, video
 from tests.runtime.recorded import CHECKPOINT
 from vlexport._build.build import build_checkpoint
@@ -20,12 +22,13 @@ from vlexport.errors import InputError, RequestError, UnsupportedError
 from vlexport.positions.mrope import frame_positions
 from vlexport.positions.rules import FrameMarkers, PlacedMedia, PositionRule
 from vlexport.pruning import evs
-from vlexport.pruning.cells import RULES, CellChoice, Pruning
+from vlexport.pruning.cells import RULES, CellChoice
 from vlexport.pruning.divprune import DivPruneSelector
 from vlexport.pruning.methods import find_method
 from vlexport.pruning.pixels import kept_cells
 from vlexport.pruning.selectors import Pruned, eager, prune_part
 from vlexport.runtime.encoder import EncoderOptions
+from vlexport.runtime.opening import checkpoint_of
 from vlexport.runtime.pipeline import Pipeline, load
 from vlexport.runtime.request import Generation, Request
 from vlexport.specs import MediaItem
@@ -44,7 +47,20 @@ def still(seed: int, frames: int = 8):
 
 
 def part_of(pipeline: Pipeline, item: MediaItem, text: str) -> MediaItem:
-    return pipeline.media._entry(text.encode(), lambda: item, Pruning(before=CellChoice.of(text))).item
+    """Return the cells that stay of an item, taken here."""
+    packing: Any = pipeline.session.packing
+    cells = kept_cells(CellChoice.of(text), packing.cells_of(item))
+    rows = cells[:, None] * packing.unit + torch.arange(packing.unit)
+    return replace(item, patches=item.patches[rows.flatten()], cells=cells)
+
+
+def test_cells_are_squares_of_pixels_colour_by_colour(opened):
+    frames = video(13, frames=6, height=112, width=168).frames
+    cells = opened.session.packing.cells_of(opened.preprocess(replace(video(13), frames=frames)))
+    assert cells.shape[:4] == (3, 4, 6, 3)
+    for t, h, w in ((0, 0, 0), (1, 2, 5), (2, 3, 1)):
+        square = frames[2 * t : 2 * t + 2, 28 * h : 28 * h + 28, 28 * w : 28 * w + 28]
+        assert torch.equal(cells[t, h, w].sort().values, square.flatten(0, 2).T.sort().values)
 
 
 @pytest.mark.parametrize("text", CHOICES)
@@ -56,14 +72,47 @@ def test_rows_are_those_of_the_chosen_cells_by_the_class_of_transformers(opened,
     assert encoded.kept.tolist() == expected.tolist()
     assert encoded.mask.nonzero()[:, 0].tolist() == expected.tolist()
     assert 0 < len(encoded.embeds) == len(expected) < len(encoded.mask)
-    reference = opened.recipe.reference(checkpoint_of_bundle(opened)).run([part_of(opened, item, text)])
+    reference = opened.recipe.reference(checkpoint_of(opened.bundle)).run([part_of(opened, item, text)])
     torch.testing.assert_close(encoded.embeds, reference["embeds"], **SAME)
 
 
-def checkpoint_of_bundle(pipeline: Pipeline):
-    from vlexport.runtime.opening import checkpoint_of
+E2E = {"qwen2_vl": "e2e_qwen2_vl", "qwen2_5_vl": "e2e", "qwen3_vl": "e2e_qwen3_vl"}
 
-    return checkpoint_of(pipeline.bundle)
+
+@pytest.mark.parametrize("family", E2E)
+def test_an_answer_is_that_of_transformers_on_the_kept_rows(family, shared):
+    from transformers import AutoModelForImageTextToText
+
+    checkpoint = Checkpoint.open(FOLDER / E2E[family] / "checkpoint")
+    bundle = build_checkpoint(spec_of(checkpoint, backend="eager", into=shared / "engines"))
+    text, clip = "static:0.5", still(14)
+    request = Request(raw_prompt=prompt(VIDEO, "What?"), videos=[clip], prune_before=text)
+    with load(bundle.require_passed(), decoder=checkpoint) as pipeline:
+        answer = pipeline.generate(replace(request, generation=Generation(max_new_tokens=1)))
+        whole = torch.tensor(pipeline.generate(replace(request, prune_before=None)).prompt_token_ids)
+        (encoded,), item = pipeline.encode(videos=[clip], prune_before=text), pipeline.preprocess(clip)
+        part, slot = part_of(pipeline, item, text), pipeline.language.tokenizer.id_of("<|video_pad|>")
+    rows = pipeline.recipe.reference(checkpoint).run([part])
+    assert rows.keys() == {"embeds", *encoded.layers}
+    for name, ours in {"embeds": encoded.embeds, **encoded.layers}.items():
+        torch.testing.assert_close(ours, rows[name], **SAME)
+    model: Any = AutoModelForImageTextToText.from_pretrained(checkpoint.path, dtype=torch.float32)
+    stays = torch.ones_like(whole, dtype=torch.bool)
+    stays[whole == slot] = encoded.mask
+    ids = whole[stays]
+    assert list(answer.prompt_token_ids) == ids.tolist()
+    # A square clip: behind one, text goes on alike by its width, as here, and by its larger side.
+    (grid,), seconds = torch.tensor([[item.grid]]), torch.tensor([item.seconds_per_grid])
+    types = (whole == slot).int()[None] * 2
+    found = model.model.get_rope_index(whole[None], types, video_grid_thw=grid, second_per_grid_ts=seconds)
+    assert torch.equal(answer.positions, found[0][:, 0, stays])
+    with torch.inference_mode():
+        embeds = model.get_input_embeddings()(ids).masked_scatter((ids == slot)[:, None], rows.pop("embeds"))
+        levels = {"visual_pos_masks": (ids == slot)[None], "deepstack_visual_embeds": [*rows.values()]}
+        state = model.model.language_model(
+            inputs_embeds=embeds[None], position_ids=found[0][:, :, stays], **(levels if rows else {})
+        )
+        assert answer.token_ids == (int(model.lm_head(state.last_hidden_state[0, -1]).argmax()),)
 
 
 def test_contrast_is_for_images_and_the_others_leave_them_whole(opened):
@@ -86,6 +135,11 @@ def test_a_long_video_is_cut_between_frames_whatever_cells_are_left(fresh: Fresh
     whole = fresh().encode(clip, prune_before=text)
     for most in (7, 16, 40):
         pipeline = fresh(encoder=EncoderOptions(max_tokens=most))
+        part, first, cells = part_of(pipeline, pipeline.preprocess(clip), text), 0, []
+        for piece in pipeline.session.cut(part, most):
+            cells.append(piece.cells + first)
+            first += math.prod(piece.grid) // 4
+        assert torch.equal(torch.cat(cells), whole.kept)
         cut = pipeline.encode(clip, prune_before=text)
         assert pipeline.session.num_calls > (len(whole.embeds) > 4 * most)
         assert torch.equal(cut.kept, whole.kept)
@@ -96,6 +150,7 @@ def test_a_long_video_is_cut_between_frames_whatever_cells_are_left(fresh: Fresh
 def test_what_is_cached_is_of_one_choice(fresh: Fresh):
     pipeline, clip = fresh(), still(5)
     counts = [len(pipeline.encode(clip, prune_before=text).embeds) for text in (None, *CHOICES)]
+    assert (counts[0], counts[1], counts[-1]) == (64, 32, 6)
     assert len(set(counts)) > 3
     calls = pipeline.session.num_calls
     again = [len(pipeline.encode(clip, prune_before=text).embeds) for text in (None, *CHOICES)]
@@ -202,6 +257,17 @@ def test_what_the_tower_had_is_pruned_further_by_a_rate_of_all(fresh: Fresh, bef
     count = find_method(method).retained_count(16, 4, 0.8) if method not in RULES else int(64 * (1 - 0.8))
     assert len(both.kept) == count
     assert set(both.kept.tolist()) < set(part.kept.tolist())
+    if method in ("evs", "evs-snap", "vidcom2"):
+        # In place of a token that is not there the last one of its place, or zeros.
+        known = dict(zip(part.kept.tolist(), part.embeds, strict=True))
+        rows = [torch.zeros_like(part.embeds[0])] * 16
+        for at in range(64):
+            rows.append(known.get(at, rows[-16]))
+        scores = find_method(method).scores(
+            torch.stack(rows[16:]).view(4, 16, -1), torch.tensor(1 - 0.8), count
+        )
+        ranked = sorted(known, key=lambda at: (-float(scores.flatten()[at]), at))
+        assert both.kept.tolist() == sorted(ranked[:count])
     place = torch.searchsorted(part.kept, both.kept)
     torch.testing.assert_close(both.embeds, part.embeds[place], **SAME)
     gentle = pipeline.encode(clip, prune_before=before, prune=0.01, method=method)
