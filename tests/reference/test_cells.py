@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ from vlexport.recipes.demo.writing import write_checkpoint
 from tests.thirty import cases
 from vlexport.checkpoint import Checkpoint
 from vlexport.pruning.cells import RULES, CellChoice
-from vlexport.pruning.pixels import kept_cells
+from vlexport.pruning.pixels import kept_among, kept_cells
 from vlexport.recipe import find_recipe
 from vlexport.specs import MediaItem
 from vlexport.vision.attention.layout import LAYOUTS
@@ -143,7 +144,7 @@ def is_predicted(cells, t, h, w):
 def plain_choice(name, scores: dict[Place, int], num_kept: int) -> list[Place]:
     """Return the cells that stay, in order."""
 
-    def best(count, among):
+    def best(count: int, among: Iterable[Place]) -> list[Place]:
         return sorted(sorted(among, key=lambda place: (-scores[place], place))[:count])
 
     frames = {t: [place for place in scores if place[0] == t] for t, _, _ in scores}
@@ -191,3 +192,17 @@ def test_a_rule_keeps_the_cells_that_plain_numbers_keep(name, kind, record_prope
             kept = kept_cells(CellChoice(name=name, rate=rate), cells).tolist()
             assert kept == [(t * rows + h) * columns + w for t, h, w in expected], (seed, rate)
     record_property(NUMBERS[kind], cases(NUMBERS[kind]))
+
+
+@pytest.mark.parametrize("name", ["static", "contrast"])
+def test_a_rule_after_the_tower_keeps_the_best_of_the_cells_that_are_there(name):
+    for seed in range(60):
+        cells = picture(seed, 1 if name == "contrast" else 1 + seed % 5)
+        whole = math.prod(cells.shape[:3])
+        there = torch.rand(whole, generator=torch.Generator().manual_seed(seed)).argsort()[: whole // 2 + 1]
+        scores = dict(enumerate(plain_scores(name, cells.tolist()).values()))
+        ranked = sorted(there.tolist(), key=lambda at: (-scores[at], at))
+        for rate in RATES:
+            count = max(1, math.trunc(float(whole) * (1.0 - rate)))
+            kept = kept_among(CellChoice(name=name, rate=rate), cells, there.sort().values)
+            assert kept.tolist() == sorted(ranked[:count]), (seed, rate)

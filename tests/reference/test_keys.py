@@ -70,6 +70,7 @@ def test_every_field_of_a_request_is_in_the_key_or_changes_no_result(spec: Build
         "recipe": replace(spec.recipe, digest="f" * 64),
         "backend": find_backend("eager"),
         "selector": "vidcom2",
+        "cells": ("static",),
         "form": "padded",
         "profile": ShapeProfile(profile.name, narrow),
     }

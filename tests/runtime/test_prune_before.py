@@ -90,8 +90,15 @@ def test_an_answer_is_that_of_transformers_on_the_kept_rows(family, shared):
     with load(bundle.require_passed(), decoder=checkpoint) as pipeline:
         answer = pipeline.generate(replace(request, generation=Generation(max_new_tokens=1)))
         whole = torch.tensor(pipeline.generate(replace(request, prune_before=None)).prompt_token_ids)
-        (encoded,), item = pipeline.encode(videos=[clip], prune_before=text), pipeline.preprocess(clip)
-        part, slot = part_of(pipeline, item, text), pipeline.language.tokenizer.id_of("<|video_pad|>")
+        encoded: Any = pipeline.encode(videos=[clip], prune_before=text)[0]
+        item = pipeline.preprocess(clip)
+        (after,) = pipeline.encode(videos=[clip], prune=0.5, method="static")
+        (all_rows,) = pipeline.encode(videos=[clip])
+        part, language = part_of(pipeline, item, text), pipeline.language
+    assert language is not None
+    slot = language.tokenizer.id_of("<|video_pad|>")
+    for name, own in after.layers.items():
+        assert torch.equal(own, all_rows.layers[name][after.kept])
     rows = pipeline.recipe.reference(checkpoint).run([part])
     assert rows.keys() == {"embeds", *encoded.layers}
     for name, ours in {"embeds": encoded.embeds, **encoded.layers}.items():
@@ -102,7 +109,7 @@ def test_an_answer_is_that_of_transformers_on_the_kept_rows(family, shared):
     ids = whole[stays]
     assert list(answer.prompt_token_ids) == ids.tolist()
     # A square clip: behind one, text goes on alike by its width, as here, and by its larger side.
-    (grid,), seconds = torch.tensor([[item.grid]]), torch.tensor([item.seconds_per_grid])
+    grid, seconds = torch.tensor([item.grid]), torch.tensor([item.seconds_per_grid])
     types = (whole == slot).int()[None] * 2
     found = model.model.get_rope_index(whole[None], types, video_grid_thw=grid, second_per_grid_ts=seconds)
     assert torch.equal(answer.positions, found[0][:, 0, stays])
@@ -135,8 +142,10 @@ def test_a_long_video_is_cut_between_frames_whatever_cells_are_left(fresh: Fresh
     whole = fresh().encode(clip, prune_before=text)
     for most in (7, 16, 40):
         pipeline = fresh(encoder=EncoderOptions(max_tokens=most))
-        part, first, cells = part_of(pipeline, pipeline.preprocess(clip), text), 0, []
-        for piece in pipeline.session.cut(part, most):
+        part, first = part_of(pipeline, pipeline.preprocess(clip), text), 0
+        pieces: Any = pipeline.session.cut(part, most)
+        cells: list[torch.Tensor] = []
+        for piece in pieces:
             cells.append(piece.cells + first)
             first += math.prod(piece.grid) // 4
         assert torch.equal(torch.cat(cells), whole.kept)
@@ -257,17 +266,6 @@ def test_what_the_tower_had_is_pruned_further_by_a_rate_of_all(fresh: Fresh, bef
     count = find_method(method).retained_count(16, 4, 0.8) if method not in RULES else int(64 * (1 - 0.8))
     assert len(both.kept) == count
     assert set(both.kept.tolist()) < set(part.kept.tolist())
-    if method in ("evs", "evs-snap", "vidcom2"):
-        # In place of a token that is not there the last one of its place, or zeros.
-        known = dict(zip(part.kept.tolist(), part.embeds, strict=True))
-        rows = [torch.zeros_like(part.embeds[0])] * 16
-        for at in range(64):
-            rows.append(known.get(at, rows[-16]))
-        scores = find_method(method).scores(
-            torch.stack(rows[16:]).view(4, 16, -1), torch.tensor(1 - 0.8), count
-        )
-        ranked = sorted(known, key=lambda at: (-float(scores.flatten()[at]), at))
-        assert both.kept.tolist() == sorted(ranked[:count])
     place = torch.searchsorted(part.kept, both.kept)
     torch.testing.assert_close(both.embeds, part.embeds[place], **SAME)
     gentle = pipeline.encode(clip, prune_before=before, prune=0.01, method=method)
@@ -311,6 +309,25 @@ def test_a_part_is_pruned_as_the_whole_where_all_of_it_is_there(opened):
         part = prune_part(selector, all_cells, whole.grid, 2, 0.7)
         assert torch.equal(part.kept, expected.kept)
         assert torch.equal(part.embeds, expected.embeds)
+
+
+@pytest.mark.parametrize("method", ["evs", "evs-snap", "vidcom2"])
+def test_a_cell_that_is_not_there_counts_as_the_last_one_of_its_place_and_is_not_kept(method):
+    random = torch.Generator().manual_seed(0)
+    for rate in (0.3, 0.5, 0.8):
+        embeds = torch.randn(24, 8, generator=random).round()
+        cells = (torch.rand(64, generator=random) < 0.5).nonzero()[:, 0][:24]
+        known = dict(zip(cells.tolist(), embeds, strict=False))
+        rows = [torch.zeros(8)] * 16
+        for at in range(64):
+            rows.append(known.get(at, rows[-16]))
+        count = min(len(known), find_method(method).retained_count(16, 4, rate))
+        whole, share = torch.stack(rows[16:]).view(4, 16, 8), torch.tensor(1 - rate)
+        scores = find_method(method).scores(whole, share, count).flatten()
+        expected = sorted(sorted(known, key=lambda at: (-float(scores[at]), at))[:count])
+        part = prune_part(find_method(method), Pruned(embeds=embeds, kept=cells), (4, 8, 8), 2, rate)
+        assert part.kept.tolist() == expected
+        assert torch.equal(part.embeds, torch.stack([known[at] for at in expected]))
 
 
 PAIRS: dict[str, dict[str, Any]] = {
