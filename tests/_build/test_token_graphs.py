@@ -227,7 +227,8 @@ def test_tensors_that_packages_do_not_take_run_eagerly(tmp_path):
     selection, _ = graphs.selection_for(rows.half())
     assert selection.run(rows.half().view(2, 4, 4), torch.full((6,), 0.7))[1].shape == (6,)
     other = graphs.pruning_by(METHODS["vidcom2"])
-    assert other.selection_for(rows)[1] == "eager: the package prunes by another method"
+    reason = "eager: the package prunes by another method (build with --selector vidcom2)"
+    assert other.selection_for(rows)[1] == reason
 
 
 def test_a_package_is_compiled_once_and_again_where_its_copy_is_damaged(tmp_path, monkeypatch):

@@ -122,7 +122,9 @@ def test_how_videos_were_pruned_is_told_and_a_reason_once(built, video, tmp_path
         tmp_path / "x.safetensors",
     )
     assert vlexport(*words, "--json").document["forms"] == {"video.0": {"prune": "compiled"}}
-    assert "video.0 prune compiled" in vlexport(*words).err
+    told = vlexport(*words).err
+    assert "video.0 prune compiled" in told
+    assert "video.0 kept 24 of 48 tokens" in told
     token_graphs.warn_once.cache_clear()
     here = replace(target_here(), torch="9.0")
     monkeypatch.setattr(token_graphs, "target_here", lambda _: here)
@@ -132,6 +134,32 @@ def test_how_videos_were_pruned_is_told_and_a_reason_once(built, video, tmp_path
     reason = f"pruning and positions run {form.replace('eager', 'eagerly')}"
     assert (ran.err.count(reason), again.err.count(reason)) == (1, 0)
     assert f"video.0 prune {form}" in again.err
+
+
+WHOLE = {
+    "prune by the bundle's method": (
+        ("--prune", 0.5),
+        "prune 0.5 by 'evs': not for images, which stay whole",
+    ),
+    "before the tower": (("--prune-before", "static:0.7"), "prune_before 'static:0.7': not for images"),
+}
+
+
+@pytest.mark.parametrize("case", WHOLE)
+def test_a_method_for_media_that_are_not_given_is_told_with_one_that_is_for_these(
+    built, image, tmp_path, case
+):
+    options, words = WHOLE[case]
+    out = ("--output", tmp_path / "x.safetensors")
+    ran = vlexport("encode", built, "--image", image, *options, *out)
+    assert ran.code == 0, ran.err
+    assert words in ran.err
+    ways = "for images give prune_before predicted or contrast:0.5, or prune 0.5 with method divprune."
+    assert ways in ran.err
+    for instead in (("--prune-before", "contrast:0.5"), ("--prune", 0.5, "--method", "divprune")):
+        ran = vlexport("encode", built, "--image", image, *instead, *out)
+        assert "stay whole" not in ran.err
+        assert "image.0 kept 4 of 8 tokens" in ran.err
 
 
 def test_images_alone_can_be_pruned_without_a_rate_of_frames(encode, image):

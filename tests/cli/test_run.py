@@ -108,7 +108,7 @@ def test_the_overlay_is_the_sheet_of_the_mask(run_question, built, video, tmp_pa
         (encoded,) = pipeline.encode(videos=[video], fps=2, prune=0.5)
     assert encoded.mask is not None
     pixels = Pixels(kind="video", frames=load_frames(video), frames_per_second=2.0)
-    sheet = contact_sheet(films_of([report_of(encoded)], [], [pixels], 2, "evs at rate 0.5"))
+    sheet = contact_sheet(films_of([report_of(encoded)], [], [pixels], 2, {"video": "evs at rate 0.5"}))
     with Image.open(out) as written:
         assert np.array_equal(np.asarray(written), np.asarray(sheet))
         assert written.info["pruning"] == "evs at rate 0.5"

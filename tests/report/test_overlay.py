@@ -21,6 +21,8 @@ from vlexport.report.overlay import (
     LEGEND,
     LEGEND_HEIGHT,
     PAPER,
+    PICTURE_SCALE,
+    PICTURE_SIDE,
     SAMPLE,
     SAMPLE_WIDTH,
     TILE_HEIGHT,
@@ -45,7 +47,7 @@ def film(seed: int, frames: int, rows: int, columns: int, source: tuple[int, int
 
 
 def plain(frame: torch.Tensor, rows: int, columns: int) -> np.ndarray:
-    side = cell_side(rows, columns)
+    side = cell_side(1, rows, columns)
     whole = PIL.Image.fromarray(frame.numpy())
     return np.asarray(whole.resize((columns * side, rows * side), PIL.Image.Resampling.LANCZOS))
 
@@ -59,9 +61,9 @@ def dimmed(whole: np.ndarray) -> np.ndarray:
 @given(some.integers(0, 1000), some.integers(1, 9), some.integers(1, 40))
 def test_every_pixel_of_a_tile_is_as_in_the_mask(seed, rows, columns):
     made = film(seed, 1, rows, columns)
-    shown = np.asarray(tile(made.frame(0), made.kept[0]))
+    side = cell_side(1, rows, columns)
+    shown = np.asarray(tile(made.frame(0), made.kept[0], side))
     whole = plain(made.frame(0), rows, columns)
-    side = cell_side(rows, columns)
     for row in range(rows):
         for column in range(columns):
             cell = np.s_[row * side : (row + 1) * side, column * side : (column + 1) * side]
@@ -74,7 +76,7 @@ def test_tiles_lie_on_the_sheet_where_they_should_with_their_share_below():
     sheet = np.asarray(contact_sheet([made]))
     for index, (left, top) in enumerate(tile_places(made)):
         kept = made.kept[index]
-        expected = np.asarray(tile(made.frame(index), kept))
+        expected = np.asarray(tile(made.frame(index), kept, cell_side(9, 3, 5)))
         height, width = expected.shape[:2]
         x, y = GAP + left, GAP + top
         assert np.array_equal(sheet[y : y + height, x : x + width], expected)
@@ -85,7 +87,7 @@ def test_tiles_lie_on_the_sheet_where_they_should_with_their_share_below():
 @pytest.mark.parametrize(("rows", "columns"), [(200, 1), (1, 200), (60, 2)])
 def test_very_tall_and_very_wide_frames_make_tiles_of_a_usual_size_with_room_for_captions(rows, columns):
     made = film(3, 3, rows, columns)
-    shown = tile(made.frame(0), made.kept[0])
+    shown = tile(made.frame(0), made.kept[0], cell_side(3, rows, columns))
     assert shown.size[0] <= max(TILE_WIDTH + columns, 2 * columns)
     assert shown.size[1] <= max(TILE_HEIGHT + rows, 2 * rows)
     corners = tile_places(made)
@@ -99,13 +101,22 @@ def test_very_tall_and_very_wide_frames_make_tiles_of_a_usual_size_with_room_for
     assert _font(12).getlength(longest) + _font(12).getlength("1000.0 s") <= LEAST_WIDTH
 
 
+def test_a_picture_is_drawn_larger_than_a_frame_but_no_cell_larger_than_it_is():
+    for rows, columns in ((69, 39), (39, 69), (18, 18), (3, 5), (1, 1)):
+        picture, frame = cell_side(1, rows, columns), cell_side(2, rows, columns)
+        assert frame <= picture <= max(frame, PICTURE_SIDE)
+        assert picture == frame or picture * rows <= PICTURE_SCALE * TILE_HEIGHT + rows
+        assert picture == frame or picture * columns <= PICTURE_SCALE * TILE_WIDTH + columns
+    assert (cell_side(1, 69, 39), cell_side(2, 69, 39)) == (15, 5)
+
+
 def test_films_lie_below_each_other_and_no_tile_covers_another():
     films = [film(1, 8, 4, 4), film(2, 1, 2, 9)]
     sheet = contact_sheet(films)
     below = LEGEND_HEIGHT + 2 * GAP
     heights = [contact_sheet([each]).height - below for each in films]
     assert sheet.height == sum(heights) + below
-    side = cell_side(4, 4)
+    side = cell_side(8, 4, 4)
     corners = tile_places(films[0])
     assert len(set(corners)) == 8
     for left, top in corners:
@@ -145,7 +156,7 @@ def test_items_of_an_answer_get_their_own_pixels_and_masks_in_prompt_order():
     ]
     image = Pixels(kind="image", frames=torch.zeros(1, 5, 5, 3, dtype=torch.uint8))
     video = Pixels(kind="video", frames=torch.ones(4, 5, 5, 3, dtype=torch.uint8))
-    first, second = films_of(media, [image], [video], merge=2, rule="evs at rate 0.5")
+    first, second = films_of(media, [image], [video], merge=2, rules={"video": "evs at rate 0.5"})
     assert torch.equal(first.kept.flatten(), mask)
     assert first.kept.shape == (2, 2, 2)
     assert bool(second.kept.all())

@@ -110,7 +110,8 @@ class TokenGraphs:
         if most is not None and per_frame > most:
             misfit = f"frames have {per_frame} tokens, the package takes up to {most}"
         if not self.dtype and self.form == "compiled":
-            return self.selection, "eager: the package prunes by another method"
+            build = self._selector_option(self.selection.selector.name)
+            return self.selection, f"eager: the package prunes by another method ({build})"
         form = self._form(misfit)
         fits = form == self.stated
         return (self.selection if fits else eager(self.selection.selector)), form
@@ -121,8 +122,13 @@ class TokenGraphs:
     def kept_cells(self, choice: CellChoice, cells_THWCB: Tensor) -> tuple[Tensor, str]:
         """Return which cells of an item the tower gets, and the form in which they were chosen."""
         run = self.packaged_cells.get(choice.name)
-        misfit = "" if run else f"the bundle has no package of '{choice.name}' (build with --selector)"
+        build = self._selector_option(self.selection.selector.name, choice.name)
+        misfit = "" if run else f"the bundle has no package of '{choice.name}' ({build})"
         return kept_cells(choice, cells_THWCB, run), self._form(misfit)
+
+    def _selector_option(self, method: str, *cells: str) -> str:
+        """Return the option of a build whose bundle has a package of a method and of further rules."""
+        return f"build with --selector {','.join((method, *self.packaged_cells, *cells))}"
 
     def write(
         self,

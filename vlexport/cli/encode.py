@@ -63,6 +63,7 @@ def _encode_files(
     as_json: bool,
 ) -> None:
     from vlexport.positions.rules import check_rate
+    from vlexport.pruning.cells import CellChoice
     from vlexport.specs import check_frame_rate
 
     # What can be refused without the engine is refused before torch is imported.
@@ -71,6 +72,8 @@ def _encode_files(
         check_frame_rate(media.fps)
     if media.prune is not None:
         check_rate(media.prune)
+    if media.prune_before is not None:
+        CellChoice.of(media.prune_before)
     # For one image of up to about 4,000 patches a copy in the order that products like best does not pay.
     arguments = opening.arguments(shared_weights=len(images) == 1 and not videos)
     usable = opening.require_usable(bundle, begin=True)
@@ -90,6 +93,7 @@ def _encode_files(
                 prune_before=media.prune_before,
                 progress=progress,
             )
+    media.note_whole(pipeline.pruner)
     names = [*(f"image.{at}" for at in range(len(images))), *(f"video.{at}" for at in range(len(videos)))]
     results = dict(zip(names, outcomes, strict=True))
     errors = {name: result for name, result in results.items() if isinstance(result, VlexportError)}
@@ -113,6 +117,9 @@ def _encode_files(
             print_line(f"{name} {shape}")
         for name, form in forms.items():
             print_line(f"{name} prune {form['prune']}")
+        for name, item in items.items():
+            if item.kept is not None and item.mask is not None:
+                print_line(f"{name} kept {len(item.kept)} of {len(item.mask)} tokens")
         show(str(output))
     if first:
         raise typer.Exit(first.exit_code)

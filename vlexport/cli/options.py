@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from vlexport import specs
+from vlexport.cli.output import print_line
 from vlexport.errors import VlexportError
 from vlexport.media.limits import DEFAULT_LIMITS
 from vlexport.media.listing import files_of
@@ -21,6 +22,7 @@ from vlexport.media.sources import open_source
 
 if TYPE_CHECKING:
     from vlexport.bundle import Bundle
+    from vlexport.runtime.prune import Pruner
 
 File = Path | bytes
 
@@ -164,13 +166,19 @@ class Media:
 class PrunedMedia(Media):
     """Images and videos, of which tokens may be pruned."""
 
-    prune: float | None = option("RATE", "Fraction of video tokens to prune, 0 <= RATE < 1.")
+    prune: float | None = option("RATE", "Fraction of tokens to drop after the tower, 0 <= RATE < 1.")
     method: str | None = option(
-        "METHOD", "By what --prune prunes: evs, static, ... (default: the method of the bundle)."
+        "METHOD", "By what --prune drops: evs, static, divprune (images too), ... (default: as the bundle)."
     )
     prune_before: str | None = option(
-        "METHOD", "Cells to keep from the tower: RATE, static:RATE, contrast:RATE, predicted, ..."
+        "METHOD", "Drop cells before the tower: predicted, contrast:RATE (images), static:RATE (videos), ..."
     )
+
+    def note_whole(self, pruner: Pruner) -> None:
+        """Print that nothing is dropped where the method is for media of another kind."""
+        kinds = [kind for kind in ("image", "video") if getattr(self, kind)]
+        if words := pruner.whole_reason(pruner.plan(self.prune, self.method, self.prune_before), kinds):
+            print_line(words)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

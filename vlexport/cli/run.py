@@ -106,6 +106,7 @@ def run(
                 for number, _ in enumerate(pieces):
                     progress("generate", number / sampling.max_new_tokens)
         answer = _streamed(pieces) if stream else pieces.require_answer()
+        media.note_whole(pipeline.pruner)
         with data_is_out():
             if overlay is not None:
                 write_sheet(overlay, answer, request, pipeline)

@@ -200,7 +200,7 @@ def check_rate(rate: float) -> float:
     """Return the pruning rate if it is one: 0 <= rate < 1."""
     if not (is_number(rate) and 0.0 <= rate < 1.0):
         raise InputError(
-            f"pruning rate {rate!r}: expected 0 <= rate < 1, the share of video tokens to drop. "
+            f"pruning rate {rate!r}: expected 0 <= rate < 1, the share of tokens to drop. "
             f"0 turns pruning off."
         )
     return rate

@@ -58,7 +58,8 @@ class CellChoice:
             rate = math.nan
         if name not in RULES or (rate is not None) != RULES[name].is_rated or rate != rate:
             forms = ", ".join(f"{known}:RATE" if rule.is_rated else known for known, rule in RULES.items())
-            raise InputError(f"prune_before: {text!r} given; a rate, or one of {forms} expected.")
+            after = "" if name in RULES else " Other methods drop after the tower: prune with method."
+            raise InputError(f"prune_before: {text!r} given; a rate, or one of {forms} expected.{after}")
         return cls(name=name, rate=rate if rate is None else check_rate(rate))
 
     @property

@@ -1,13 +1,14 @@
 """A contact sheet of what pruning kept: every frame that has tokens, dropped cells dimmed, with a legend.
 
-A frame is resized so that each token is a square of whole pixels; the mask is exact to the pixel.
+A frame is resized so that each token is a square of whole pixels; the mask is exact to the pixel. A picture
+is drawn larger than a frame of a film, so that a page can be read.
 T frames of the grid, H rows and W columns of a picture in pixels, R rows and C columns of tokens.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 PAPER, INK, FAINT, BAR = (22, 24, 29), (232, 234, 238), (138, 144, 155), (94, 196, 148)
 TILE_WIDTH, TILE_HEIGHT, SHEET_WIDTH, GAP, CAPTION, TITLE = 224, 336, 1440, 16, 30, 36
+# A picture alone: so many times as large, while a token takes no more pixels than its cell has.
+PICTURE_SCALE, PICTURE_SIDE = 3, 28
 # Room for the longest caption: a narrow tile gets as much.
 LEAST_WIDTH = 132
 BAR_HEIGHT = 4
@@ -67,12 +70,13 @@ def write_sheet(out: Path, answer: Answer, request: Request, pipeline: Pipeline)
         [read_pixels(kind, source, request.fps, bounds) for source in request.sources(kind)]
         for kind in ("image", "video")
     )
-    rule = f"{pipeline.graphs.selection.selector.name} at rate {request.prune:g}" if request.prune else ""
-    sheet = contact_sheet(
-        films_of(answer.media, images, videos, pipeline.recipe.merge(pipeline.config), rule)
-    )
+    pruning = pipeline.pruner.plan(request.prune, request.method, request.prune_before)
+    rules = {kind: pipeline.pruner.rule_of(pruning, kind) for kind in {item.kind for item in answer.media}}
+    merge = pipeline.recipe.merge(pipeline.config)
+    sheet = contact_sheet(films_of(answer.media, images, videos, merge, rules))
     written = PngInfo()
     names = [getattr(source, "name", "") for kind in ("image", "video") for source in request.sources(kind)]
+    rule = "; ".join(sorted(set(filter(None, rules.values()))))
     entries = {"pruning": rule or "none", "media": ", ".join(filter(None, names))}
     for key, value in (provenance(pipeline.bundle) | entries).items():
         written.add_itxt(key, value)
@@ -85,14 +89,15 @@ def films_of(
     images: Sequence[Pixels],
     videos: Sequence[Pixels],
     merge: int,
-    rule: str = "",
+    rules: Mapping[str, str],
 ) -> list[Film]:
-    """Return an answer's media with their pixels in prompt order; `rule` is for titles of pruned ones."""
+    """Return an answer's media with their pixels in prompt order; `rules` by kind are for titles."""
     import torch
 
     sources = {"image": iter(images), "video": iter(videos)}
     films = []
     for item in media:
+        rule = rules.get(item.kind, "")
         shape = (item.grid[0], item.grid[1] // merge, item.grid[2] // merge)
         if item.mask is None:
             how, kept = "not pruned", torch.ones(shape, dtype=torch.bool)
@@ -110,17 +115,19 @@ def films_of(
     return films
 
 
-def cell_side(rows: int, columns: int) -> int:
+def cell_side(frames: int, rows: int, columns: int) -> int:
     """Return whole pixels of a token's square, near a usual tile's width; no tile is much taller."""
-    return max(2, min(round(TILE_WIDTH / columns), round(TILE_HEIGHT / rows)))
+    side = min(TILE_WIDTH / columns, TILE_HEIGHT / rows)
+    if frames == 1:
+        side = max(side, min(PICTURE_SCALE * side, PICTURE_SIDE))
+    return max(2, round(side))
 
 
-def tile(frame: Tensor, kept_RC: Tensor) -> Image:
+def tile(frame: Tensor, kept_RC: Tensor, side: int) -> Image:
     """Draw a frame with the cells of dropped tokens dimmed; kept cells are the resized frame itself."""
     import numpy as np
     import PIL.Image
 
-    side = cell_side(*kept_RC.shape)
     size = (kept_RC.shape[1] * side, kept_RC.shape[0] * side)
     whole = PIL.Image.fromarray(frame.numpy()).resize(size, PIL.Image.Resampling.LANCZOS)
     grey_HW = np.asarray(whole.convert("L"))[..., None] // DIM
@@ -169,7 +176,7 @@ def _legend() -> Image:
 def tile_places(film: Film) -> list[tuple[int, int]]:
     """Return left upper corner of each tile inside the film's block."""
     _, rows, columns = film.kept.shape
-    side = cell_side(rows, columns)
+    side = cell_side(*film.kept.shape)
     width = max(columns * side, LEAST_WIDTH)
     per_row = max(1, (SHEET_WIDTH - 2 * GAP + GAP) // (width + GAP))
     step = (width + GAP, rows * side + CAPTION + GAP)
@@ -183,7 +190,8 @@ def _block(film: Film) -> Image:
     from PIL.ImageDraw import Draw
 
     places = tile_places(film)
-    tiles = [tile(film.frame(index), kept_RC) for index, kept_RC in enumerate(film.kept)]
+    side = cell_side(*film.kept.shape)
+    tiles = [tile(film.frame(index), kept_RC, side) for index, kept_RC in enumerate(film.kept)]
     title_width = int(_font(16).getlength(film.title)) + 1
     room = max(tiles[0].width, LEAST_WIDTH)
     width = max(title_width, max(left for left, _ in places) + room)

@@ -149,8 +149,8 @@ class Pipeline:
                         a file is that of its content; arrays of three axes are images, of four videos
         images, videos  instead of it, by kind: one or several; results are images, then videos
         fps             frame rate of arrays and lists of frames; the rate to sample files at
-        prune           share of each video's tokens to drop; `method` says by what (default: the bundle's)
-        prune_before    cells that the tower does not get: `static:0.7`, `predicted`, ... (docs/pruning.md)
+        prune           share of tokens to drop after the tower; `method` says by what (default: the bundle's)
+        prune_before    by what cells are dropped before it: `static:0.7`, `predicted`, ... (docs/pruning.md)
         limits          ceilings for one item
 
         A source is a path, bytes, an open binary file, a `data:` URL, a PIL image, an array or a tensor

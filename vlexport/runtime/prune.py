@@ -1,8 +1,8 @@
-"""Prune: drop tokens of videos by the recipe's rule."""
+"""Prune: drop tokens of images and videos, by the recipe's rule or another."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,8 +29,7 @@ from vlexport.vision.static_shapes import to_device
 class PruningOptions:
     """Options of pruning.
 
-    method   `evs`, `evs-snap` (the same tokens on every device) or `vidcom2`: what the bundle has to prune
-             by; None takes any
+    method   one of `METHODS`: what the bundle has to prune by; None takes any
     """
 
     method: str | None = None
@@ -82,7 +81,8 @@ class Pruner:
         rate, before = self.check(prune), None if prune_before is None else CellChoice.of(prune_before)
         known = [*REQUESTED, *(name for name, rule in RULES.items() if rule.is_rated)]
         if method is not None and method not in known:
-            raise InputError(f"method: '{method}' given, one of {', '.join(known)} expected.")
+            instead = f" '{method}' is for prune_before." if method in RULES else ""
+            raise InputError(f"method: '{method}' given, one of {', '.join(known)} expected.{instead}")
         if method is not None and not rate:
             raise InputError(f"method '{method}' given without prune; a rate is expected with it.")
         if method == "relevance" and not has_question:
@@ -111,6 +111,32 @@ class Pruner:
 
     def selector(self, method: str | None) -> Selector:
         return self.graphs.selection.selector if method is None else REQUESTED[method]
+
+    def rule_of(self, pruning: Pruning, kind: str) -> str:
+        """Return in words by what media of a kind are pruned; empty where they stay whole."""
+        chosen, words = pruning.of(kind), []
+        if chosen.before:
+            rate = "" if chosen.before.rate is None else f" at rate {chosen.before.rate:g}"
+            words.append(f"{chosen.before.name}{rate} before the tower")
+        if chosen.rate and (chosen.after or kind in self.selector(chosen.method).kinds):
+            words.append(f"{chosen.method or self.selector(None).name} at rate {chosen.rate:g}")
+        return ", then ".join(words)
+
+    def whole_reason(self, pruning: Pruning, kinds: Sequence[str]) -> str:
+        """Return why media of these kinds all stay whole, and what prunes them; empty where some do not."""
+        if any(self.rule_of(pruning, kind) for kind in kinds) or not (pruning.rate or pruning.before):
+            return ""
+        given = [f"prune_before '{pruning.before}'"] if pruning.before else []
+        if pruning.rate:
+            given.append(f"prune {pruning.rate:g} by '{pruning.method or self.selector(None).name}'")
+        before = {"image": "predicted or contrast:0.5", "video": "predicted or static:0.7"}
+        ways = [
+            f"for {kind}s give {f'prune_before {before[kind]}, or ' if self.takes_cells else ''}prune 0.5 "
+            f"with method {'divprune' if kind == 'image' else 'evs'}"
+            for kind in kinds
+        ]
+        whole = " and ".join(f"{kind}s" for kind in kinds)
+        return f"{' and '.join(given)}: not for {whole}, which stay whole; {'; '.join(ways)}."
 
     def num_kept(self, item: MediaItem, total: int, rate: float, method: str | None = None) -> int:
         """Return how many of so many tokens of an item are left, where these are chosen by rows."""

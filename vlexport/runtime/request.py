@@ -146,7 +146,7 @@ class Request:
     raw_prompt  the prompt as the tokenizer sees it, with one placeholder for each item
     images      sources of pixels, preprocessed items, or embeddings as `encode` gives them
     fps         rate of frames that have none: of arrays their own, of files the one to sample at
-    prune       share of each video's tokens to drop; `method` says by what, by default the bundle's
+    prune       share of tokens to drop after the tower; `method` says by what, by default the bundle's
     prune_before  which cells the tower gets (pruning/cells.py): `static:0.7`, `predicted`, ..., or a rate,
                   which is that of `static`
     allow_special_tokens  special tokens that are written in a prompt or in messages count as such; by default
