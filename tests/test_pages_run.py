@@ -137,7 +137,7 @@ def desk(tmp_path_factory):
         write_adapter(Path("ADAPTER"), Checkpoint.open(CHECKPOINT), ".blocks.0.mlp.down_proj")
         Path("org/name").mkdir(parents=True)  # in place of a repository on the Hub
         noise = np.random.default_rng(1).integers(0, 256, (8, 84, 112, 3), dtype=np.uint8)
-        for name in ("photo.jpg", "picture.png", "after.png"):
+        for name in ("photo.jpg", "picture.png", "after.png", "page.png"):
             Image.fromarray(noise[0]).save(name)
         Image.new("RGB", (3000, 2000)).save("large.png")
         Path("media.jsonl").write_text(

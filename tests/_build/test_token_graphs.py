@@ -36,7 +36,7 @@ from vlexport.checkpoint import Checkpoint
 from vlexport.errors import BundleError, InputError, MisfitError, ResourceError, UnsupportedError
 from vlexport.positions.mrope import initial_positions
 from vlexport.positions.plan import write_positions
-from vlexport.pruning.methods import METHODS
+from vlexport.pruning.methods import METHODS, REQUESTED
 from vlexport.target import fit
 
 __all__ = ["bundles"]
@@ -229,6 +229,9 @@ def test_tensors_that_packages_do_not_take_run_eagerly(tmp_path):
     other = graphs.pruning_by(METHODS["vidcom2"])
     reason = "eager: the package prunes by another method (build with --selector vidcom2)"
     assert other.selection_for(rows)[1] == reason
+    for selector in (METHODS["divprune"], REQUESTED["relevance"]):
+        form = graphs.pruning_by(selector).selection_for(rows, per_frame=2000)[1]
+        assert form == "eager: the package prunes by another method"
 
 
 def test_a_package_is_compiled_once_and_again_where_its_copy_is_damaged(tmp_path, monkeypatch):
@@ -308,7 +311,9 @@ def test_without_levels_a_package_is_for_this_processor_alone(monkeypatch):
 
 def test_a_method_that_a_family_or_nobody_has_is_refused(tmp_path):
     source = Checkpoint.open(CHECKPOINT)
-    with pytest.raises(UnsupportedError, match=r"no pruning method 'random'. There are: evs, evs-snap"):
+    with pytest.raises(
+        UnsupportedError, match=r"no pruning method 'random'. There are: divprune, evs, evs-snap"
+    ):
         request(source, selector="random", into=tmp_path)
     assert request(source, selector="vidcom2", into=tmp_path).selector == "vidcom2"
     assert request(source, into=tmp_path).selector == "evs"

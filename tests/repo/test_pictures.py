@@ -11,6 +11,8 @@ from tests.repo.tree import ROOT, script
 
 FOLDER = ROOT / "docs" / "pictures"
 NAMES = ("bar", "error", "report", "table")
+# Overlays of real media, which docs/results/pruning.md shows.
+KEPT = ("kept_film", "kept_page", "kept_plots", "kept_scan")
 SVG, XHTML = "{http://www.w3.org/2000/svg}", "{http://www.w3.org/1999/xhtml}"
 
 
@@ -62,7 +64,7 @@ def committed(name):
 
 def test_each_picture_is_small_loads_nothing_and_is_shown_on_a_page():
     # `make trained` draws the picture of docs/trained.md.
-    assert sorted({path.stem for path in FOLDER.iterdir()} - {"sweep"}) == sorted(NAMES)
+    assert sorted({path.stem for path in FOLDER.iterdir()} - {"sweep"}) == sorted((*NAMES, *KEPT))
     quickstart = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
     assert re.findall(r"!\[[^]]+\]\(docs/pictures/(\w+)\.svg\)", (ROOT / "README.md").read_text("utf-8"))
     assert sorted(re.findall(r"!\[[^]]+\]\(pictures/(\w+)\.svg\)", quickstart)) == sorted(NAMES)
@@ -72,6 +74,13 @@ def test_each_picture_is_small_loads_nothing_and_is_shown_on_a_page():
         assert "prefers-color-scheme" in picture
         assert set(re.findall(r"\w+://[^\"'< ]+", picture)) <= {SVG[1:-1], XHTML[1:-1]}
         assert not re.search(r"<script|@import|url\(|href=", picture)
+
+
+def test_each_overlay_is_small_and_shown_on_the_page_of_results():
+    page = (ROOT / "docs" / "results" / "pruning.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"!\[[^]]+\]\(\.\./pictures/(\w+)\.webp\)", page)) == sorted(KEPT)
+    for name in KEPT:
+        assert (FOLDER / f"{name}.webp").stat().st_size < 200_000
 
 
 def test_lines_of_a_terminal_do_not_touch_and_end_inside_the_frame(pictures):

@@ -209,6 +209,7 @@ def test_a_dropped_cell_of_an_image_takes_its_position_with_it_where_time_is_tex
 
 BAD = {
     "static": "a rate, or one of static:RATE",
+    "divprune:0.5": "Other methods drop after the tower: prune with method",
     "static:": "expected",
     "static:nan": "expected",
     "static:1.0": "expected 0 <= rate < 1",
@@ -333,8 +334,27 @@ def test_a_cell_that_is_not_there_counts_as_the_last_one_of_its_place_and_is_not
 PAIRS: dict[str, dict[str, Any]] = {
     "without prune": {"method": "static"},
     "one of evs": {"prune": 0.5, "method": "sharp"},
+    "'predicted' is for prune_before": {"prune": 0.5, "method": "predicted"},
     "counts whole frames": {"prune": 0.5, "method": "delta", "prune_before": "predicted"},
 }
+
+
+RULES_IN_WORDS: dict[tuple[Any, ...], tuple[str, str]] = {
+    (None, None, None): ("", ""),
+    (0.7, None, None): ("", "evs at rate 0.7"),
+    (0.7, "divprune", None): ("divprune at rate 0.7", "divprune at rate 0.7"),
+    (0.7, "relevance", None): ("relevance at rate 0.7", "relevance at rate 0.7"),
+    (0.7, "contrast", None): ("contrast at rate 0.7", ""),
+    (None, None, "predicted"): ("predicted before the tower", "predicted before the tower"),
+    (0.8, None, 0.5): ("", "static at rate 0.5 before the tower, then evs at rate 0.8"),
+}
+
+
+@pytest.mark.parametrize("given", RULES_IN_WORDS, ids=str)
+def test_the_rule_of_a_request_is_named_for_each_kind_of_media(opened, given):
+    pruning = opened.pruner.plan(*given, has_question=True)
+    named = tuple(opened.pruner.rule_of(pruning, kind) for kind in ("image", "video"))
+    assert named == RULES_IN_WORDS[given]
 
 
 @pytest.mark.parametrize("words", PAIRS)

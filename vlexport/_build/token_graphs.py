@@ -49,7 +49,7 @@ from vlexport.positions.plan import (
 )
 from vlexport.pruning.cells import CellChoice
 from vlexport.pruning.compile import exported_chooser, exported_selection, precision_of
-from vlexport.pruning.methods import find_method
+from vlexport.pruning.methods import METHODS, find_method
 from vlexport.pruning.pixels import Choose, kept_cells
 from vlexport.pruning.selectors import Selection, Selector, eager
 from vlexport.target import fit
@@ -110,8 +110,9 @@ class TokenGraphs:
         if most is not None and per_frame > most:
             misfit = f"frames have {per_frame} tokens, the package takes up to {most}"
         if not self.dtype and self.form == "compiled":
-            build = self._selector_option(self.selection.selector.name)
-            return self.selection, f"eager: the package prunes by another method ({build})"
+            name, is_long = self.selection.selector.name, most is not None and per_frame > most
+            build = f" ({self._selector_option(name)})" if name in METHODS and not is_long else ""
+            return self.selection, f"eager: the package prunes by another method{build}"
         form = self._form(misfit)
         fits = form == self.stated
         return (self.selection if fits else eager(self.selection.selector)), form

@@ -177,7 +177,8 @@ class PrunedMedia(Media):
     def note_whole(self, pruner: Pruner) -> None:
         """Print that nothing is dropped where the method is for media of another kind."""
         kinds = [kind for kind in ("image", "video") if getattr(self, kind)]
-        if words := pruner.whole_reason(pruner.plan(self.prune, self.method, self.prune_before), kinds):
+        given = (self.prune, self.method, self.prune_before)
+        if words := pruner.whole_reason(pruner.plan(*given, has_question=True), kinds):
             print_line(words)
 
 

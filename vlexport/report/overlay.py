@@ -70,7 +70,8 @@ def write_sheet(out: Path, answer: Answer, request: Request, pipeline: Pipeline)
         [read_pixels(kind, source, request.fps, bounds) for source in request.sources(kind)]
         for kind in ("image", "video")
     )
-    pruning = pipeline.pruner.plan(request.prune, request.method, request.prune_before)
+    given = (request.prune, request.method, request.prune_before)
+    pruning = pipeline.pruner.plan(*given, has_question=True)
     rules = {kind: pipeline.pruner.rule_of(pruning, kind) for kind in {item.kind for item in answer.media}}
     merge = pipeline.recipe.merge(pipeline.config)
     sheet = contact_sheet(films_of(answer.media, images, videos, merge, rules))
