@@ -139,7 +139,8 @@ def items(name: str) -> tuple[list[MediaItem], Tensor]:
 
 
 def packed(tower: EngineSession, media: list[MediaItem]) -> Tensor:
-    return tower.run_packed(torch.cat([item.patches for item in media]), [item.grid for item in media])
+    patches, cells = torch.cat([item.patches for item in media]), [item.cells for item in media]
+    return tower.run_packed(patches, [item.grid for item in media], cells)
 
 
 def with_range(tower: EngineSession, symbol: str, most: int) -> EngineSession:
@@ -189,6 +190,18 @@ def test_tables_are_made_once_for_a_mix_of_grids_and_patches_reach_the_engine_as
     assert torch.equal(first, second)
     assert [inputs["patches"].data_ptr() for inputs in seen] == [patches.data_ptr()] * 2
     assert all(seen[0][name] is seen[1][name] for name in seen[0] if name != "patches")
+
+
+def test_rows_of_some_cells_are_those_of_items_however_they_are_cut(opened: Pipeline, mixed) -> None:
+    first, *others = mixed
+    parts = [first]
+    for item in others:
+        kept = torch.arange(0, len(item.patches) // 4, 3)
+        patches = item.patches.unflatten(0, (-1, 4))[kept].flatten(0, 1)
+        parts.append(replace(item, patches=patches, cells=kept))
+    expected = torch.cat([each.embeds for each in opened.encode_items(parts)])
+    for tower in (opened.session, with_range(opened.session, "tokens", 12)):
+        torch.testing.assert_close(packed(tower, parts), expected, atol=ROUNDING, rtol=0)
 
 
 @pytest.mark.parametrize(("symbol", "most"), [("tokens", 12), ("frame_runs", 1)])

@@ -184,16 +184,20 @@ class EngineSession:
         mask = torch.zeros(math.prod(item.grid) // self.packing.unit, dtype=torch.bool, device=rows.device)
         return {"kept": kept, "mask": mask.index_fill_(0, kept, True)}
 
-    def run_packed(self, patches: Tensor, grids: Sequence[Sequence[int]]) -> Tensor:
+    def run_packed(
+        self, patches: Tensor, grids: Sequence[Sequence[int]], cells: Sequence[Tensor | None] = ()
+    ) -> Tensor:
         """Return the rows of all items, further outputs in columns after them.
 
         patches  rows of one item after another, as preprocessing gives them; their values are not looked at
         grids    (frames, rows, columns) of each item in patches, of an image also (rows, columns)
+        cells    which cells of each item the rows are of, as ascending indices; None for all of one
 
         Items that do not fit a call share several; a long one is cut between frames. Patches in the dtype of
         the engine are taken as they lie, and one call's only output is returned as it is.
         """
-        calls = self._calls(tuple(map(_grid, grids)))
+        sizes, is_whole = tuple(map(_grid, grids)), all(kept is None for kept in cells)
+        calls = self._calls(sizes) if is_whole else self._planned(sizes, cells)
         shape = [sum(call.num_rows for call in calls), self.packing.row_width]
         dtype = "torch.uint8" if (in_bytes := self.packing.levels is not None) else "floating point"
         is_typed = patches.dtype == torch.uint8 if in_bytes else patches.is_floating_point()
@@ -266,10 +270,11 @@ class EngineSession:
         pieces = self.cut(items[0], self.num_tokens(items[0]) // 2)
         return [[piece] for piece in pieces] if len(pieces) > 1 else []
 
-    def _planned(self, grids: tuple[Grid, ...]) -> tuple[_Call, ...]:
+    def _planned(self, grids: tuple[Grid, ...], cells: Sequence[Tensor | None] = ()) -> tuple[_Call, ...]:
         if not grids:
             raise InputError(NOTHING)
-        return self._calls_of([piece for grid in grids for piece in self.cut(self._item(grid), MOST_TOKENS)])
+        items = map(self._item, grids, cells or [None] * len(grids))
+        return self._calls_of([piece for item in items for piece in self.cut(item, MOST_TOKENS)])
 
     def _calls_of(self, items: Sequence[MediaItem]) -> tuple[_Call, ...]:
         halves = self.halves(items)
@@ -299,9 +304,10 @@ class EngineSession:
             f"shape {fits}. {error}"
         )
 
-    def _item(self, grid: Grid) -> MediaItem:
-        patches = torch.empty(math.prod(grid), self.packing.row_width, device="meta")
-        return MediaItem(kind="video" if grid[0] > 1 else "image", patches=patches, grid=grid)
+    def _item(self, grid: Grid, cells: Tensor | None = None) -> MediaItem:
+        num_rows = math.prod(grid) if cells is None else len(cells) * self.packing.unit
+        patches = torch.empty(num_rows, self.packing.row_width, device="meta")
+        return MediaItem(kind="video" if grid[0] > 1 else "image", patches=patches, grid=grid, cells=cells)
 
     def _call(self, items: Sequence[MediaItem]) -> _Call:
         inputs = self.packing.prepare(items, self.bundle.manifest.attention_form)
