@@ -156,6 +156,8 @@ def test_the_weights_of_the_tower_are_left_out_and_all_others_kept(tower: Engine
 class Stock(nn.Module):
     """What the plugin derives a model from."""
 
+    _processor_factory = SimpleNamespace(processor=object, info=None, dummy_inputs=None)
+
     def __init__(self, *, vllm_config, prefix="") -> None:
         super().__init__()
         self.visual = vllm_config.stock
@@ -212,7 +214,8 @@ def vllm(monkeypatch) -> SimpleNamespace:
     monkeypatch.setitem(sys.modules, "vllm", library)
     monkeypatch.setitem(sys.modules, "vllm.distributed", SimpleNamespace(get_tp_group=lambda: group))
     registry = SimpleNamespace(
-        get_processing_info=lambda _: SimpleNamespace(get_image_size_with_most_features=lambda: (140, 84))
+        get_processing_info=lambda _: SimpleNamespace(get_image_size_with_most_features=lambda: (140, 84)),
+        register_processor=lambda *_, **__: lambda model: model,
     )
     monkeypatch.setitem(sys.modules, "vllm.multimodal", SimpleNamespace(MULTIMODAL_REGISTRY=registry))
     for architecture, module in plugin.architectures().items():
@@ -226,6 +229,7 @@ def config(tower: EngineSession, bundle: Path | None, **changed) -> SimpleNamesp
     rate = changed.get("rate")
     multimodal = SimpleNamespace(
         mm_device_do_normalize=True,
+        mm_processor_kwargs=changed.get("kwargs"),
         get_limit_per_prompt=lambda _: changed.get("limit", 1),
         is_multimodal_pruning_enabled=lambda: rate is not None,
         get_video_pruning_spec=lambda: ("evs", rate),
@@ -290,6 +294,17 @@ def test_other_versions_and_options_that_need_vllms_tower_are_refused(
     with pytest.raises(MisfitError, match=r"vLLM 0\.33\.0 found, 0\.32\.\* expected"):
         made(config(tower, bundle))
     assert made(config(tower, None)).use_data_parallel
+
+
+def test_a_choice_of_cells_is_refused_by_vllms_own_tower_and_with_options_that_count_whole_media(
+    vllm: SimpleNamespace, tower: EngineSession, bundle: Path
+) -> None:
+    plugin.register()
+    chosen = {"kwargs": {"prune_before": "predicted"}}
+    with pytest.raises(UnsupportedError, match="prune_before given, and vLLM's own tower takes whole media"):
+        made(config(tower, None, **chosen))
+    with pytest.raises(UnsupportedError, match="not with video_pruning_rate, --mm-encoder-tp-mode data"):
+        made(config(tower, bundle, rate=0.5, **chosen))
 
 
 def feature(kind: str, offset: int, length: int, grid: tuple[int, int, int]) -> SimpleNamespace:

@@ -111,7 +111,7 @@ def tokens_of(model: Any, folder: Path, chosen: list[dict]) -> dict:
     session = next((part.session for part in parts if hasattr(part, "session")), None)
     # vLLM has run the largest image by now.
     before = session.num_calls if session else 0
-    found: dict[str, Any] = {"tokens": {}, "positions": {}}
+    found: dict[str, Any] = {"prompts": {}, "tokens": {}, "positions": {}}
     seen: list[Any] = []
     if runner:
         runner.model.register_forward_pre_hook(
@@ -122,7 +122,10 @@ def tokens_of(model: Any, folder: Path, chosen: list[dict]) -> dict:
         request = {"prompt": case["prompt"]}
         if case["media"]:
             request["multi_modal_data"] = media_of(folder, case)
+        if case.get("prune_before"):
+            request["mm_processor_kwargs"] = {"prune_before": case["prune_before"]}
         (answered,) = model.generate([request], SamplingParams(temperature=0, max_tokens=32), use_tqdm=False)
+        found["prompts"][case["name"]] = list(answered.prompt_token_ids)
         found["tokens"][case["name"]] = list(answered.outputs[0].token_ids)
         # Of the prompt, chunk after chunk, and of the tokens decoded after it.
         found["positions"][case["name"]] = torch.cat(seen, dim=-1).tolist() if seen else None

@@ -157,14 +157,19 @@ class BundleTower(nn.Module):
             )
         self.session, self.ranks = session, ranks
 
-    def forward(self, x: Tensor, grid_thw: Tensor | Sequence[Sequence[int]]) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        grid_thw: Tensor | Sequence[Sequence[int]],
+        cells: Sequence[Tensor | None] = (),
+    ) -> Tensor:
         grids = grid_thw.tolist() if isinstance(grid_thw, Tensor) else grid_thw
         x = x.to(self.device)
         if self.session.packing.levels is None:
             # Normalises bytes; what was normalised before is only cast.
             x = self.input_norm(x, torch.float32)
         if self.ranks is None:
-            rows = self.session.run_packed(x, grids)
+            rows = self.session.run_packed(x, grids, cells)
         else:
             group, messages = self.ranks
             rows = run_sharded(self.session, x, grids, group, messages=messages)

@@ -29,7 +29,10 @@ from vlexport.integrations.vllm.bundle_tower import (
     tower_prefixes,
     without,
 )
+from vlexport.integrations.vllm.cells import KEY as CHOICE
+from vlexport.integrations.vllm.cells import PIXELS, ChoosesCells, allows_choice, choice_of
 from vlexport.integrations.vllm.pruning import MediaRows, place_rows
+from vlexport.positions.mrope import frame_positions, pruned_positions
 from vlexport.positions.rules import FrameMarkers, PlacedMedia, PositionRule
 from vlexport.pruning.methods import find_method
 from vlexport.pruning.selectors import eager
@@ -71,7 +74,19 @@ def _model(architecture: str) -> type:
         kind = WithRelease
     elif hasattr(stock, "_process_image_pixels"):
         kind = WithProjector
-    return type(architecture, (kind, stock), {"__module__": __name__, "__doc__": stock.__doc__})
+    made = type(architecture, (kind, stock), {"__module__": __name__, "__doc__": stock.__doc__})
+    return _choosing(made) if kind is WithBundle and _is_tested() else made
+
+
+def _choosing(model: Any) -> type:
+    """Give a model a processor that can be handed a choice of cells; without one it is vLLM's."""
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+
+    stock = model._processor_factory  # noqa: SLF001  what the model's own class was registered with
+    processor = type(stock.processor.__name__, (ChoosesCells, stock.processor), {})
+    register = MULTIMODAL_REGISTRY.register_processor
+    chosen: type = register(processor, info=stock.info, dummy_inputs=stock.dummy_inputs)(model)
+    return chosen
 
 
 class WithBundle:
@@ -80,6 +95,8 @@ class WithBundle:
     visual: Any
     use_data_parallel: bool
     rows: MediaRows
+    rule: PositionRule
+    unit: int
     _left_out: tuple[str, ...] = ()
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
@@ -88,11 +105,16 @@ class WithBundle:
 
     def take_bundle(self, vllm_config: VllmConfig) -> None:
         settings = BundleSettings.of(vllm_config.additional_config)
-        if settings is None:
-            return
-        _check_version()
         model = vllm_config.model_config
         multimodal = model.multimodal_config
+        if settings is None:
+            if allows_choice(multimodal):
+                raise UnsupportedError(
+                    f"mm_processor_kwargs: {CHOICE} given, and vLLM's own tower takes whole media. Name a "
+                    "bundle in additional_config, or leave it out."
+                )
+            return
+        _check_version()
         # A model that takes no media is made without its tower, and needs no bundle either.
         if not any(map(multimodal.get_limit_per_prompt, ("image", "video"))):
             return
@@ -102,6 +124,8 @@ class WithBundle:
         try:
             if multimodal.is_multimodal_pruning_enabled():
                 self.prune_by(vllm_config, session)
+            if allows_choice(multimodal):
+                self.choose_cells(model, session)
             # Later a call that does not fit would end the engine of vLLM, not one request.
             session.require(self.largest_items(model, session, served))
             self._left_out = tower_prefixes(session, served)
@@ -127,6 +151,30 @@ class WithBundle:
         own = type(self)
         self.__class__ = type(own.__name__, (WithPruning, own), {"__doc__": own.__doc__})
         self.rows = _media_rows(self, vllm_config, session)
+
+    def choose_cells(self, model: Any, session: EngineSession) -> None:
+        """Take media of which the processor has chosen some cells."""
+        multimodal, is_text = model.multimodal_config, session.recipe.position_rule == "time_as_text"
+        refused = {
+            f"recipe '{session.recipe.name}'": not session.packing.takes_cells,
+            "video_pruning_rate": multimodal.is_multimodal_pruning_enabled(),
+            "pixels that come normalised (mm_device_do_normalize)": not multimodal.mm_device_do_normalize,
+            "--mm-encoder-tp-mode data": self.use_data_parallel,
+            # What is left has its positions in the whole. For time that is scaled, and where vLLM prunes
+            # itself, it has four times as many positions as the model names.
+            "--max-model-len above a quarter of the model's positions": is_text
+            and 4 * model.max_model_len > model.hf_text_config.max_position_embeddings,
+        }
+        if active := [name for name, is_on in refused.items() if is_on]:
+            raise UnsupportedError(
+                f"mm_processor_kwargs: {CHOICE} given, and not with {', '.join(active)}. Leave one out."
+            )
+        choice_of(multimodal, {})
+        # The least that can be left of a picture.
+        session.require([(1, session.packing.merge, session.packing.merge)])
+        own = type(self)
+        self.__class__ = type(own.__name__, (WithCells, own), {"__doc__": own.__doc__})
+        self.rule, self.unit = _position_rule(self, session), session.packing.unit
 
     def largest_items(self, model: Any, session: EngineSession, served: Checkpoint) -> list[Grid]:
         """Return the largest image that a prompt has room for; videos are cut between smaller frames."""
@@ -199,23 +247,65 @@ class WithPruning:
         return place_rows(input_ids, multimodal_embeddings, mrope_positions, num_computed_tokens)
 
 
-def _media_rows(model: Any, vllm_config: VllmConfig, session: EngineSession) -> MediaRows:
+class WithCells:
+    """Takes some cells of media, and places their tokens where they are in the whole."""
+
+    visual: Any
+    rule: PositionRule
+    unit: int
+
+    def embed_multimodal(self, **given: Any) -> Any:
+        # vLLM hands over one kind of media at a time.
+        for kind, pixels in PIXELS.items():
+            if f"{kind}_cells" in given:
+                grids, lengths = given[f"{kind}_grid_thw"].tolist(), list(map(len, given[f"{kind}_cells"]))
+                cells = map(self._some, given[f"{kind}_cells"], grids)
+                return self.visual(given[pixels], grids, list(cells)).split(lengths)
+        return super().embed_multimodal(**given)  # type: ignore[misc]
+
+    def get_mrope_input_positions(
+        self, input_tokens: list[int], mm_features: Sequence[Any]
+    ) -> tuple[Tensor, int]:
+        media, kept = [_placed(feature) for feature in mm_features], list[Tensor | None]()
+        for feature, item in zip(mm_features, media, strict=True):
+            cells = feature.data.get(f"{feature.modality}_cells")
+            kept.append(None if cells is None else self._some(cells.data, item.grid))
+        if all(cells is None for cells in kept):
+            return super().get_mrope_input_positions(input_tokens, mm_features)  # type: ignore[misc,no-any-return]
+        if self.rule.kind == "time_as_text":
+            found = frame_positions(input_tokens, media, kept, self.rule)
+        else:
+            found = pruned_positions(len(input_tokens), media, kept, self.rule)
+        return found.table_RN, int(found.delta)
+
+    def _some(self, cells: Tensor, grid: Sequence[int]) -> Tensor | None:
+        """Return the cells, None where these are all."""
+        return None if len(cells) * self.unit == math.prod(grid) else cells
+
+
+def _position_rule(model: Any, session: EngineSession) -> PositionRule:
     config, kind, markers = model.config, session.recipe.position_rule, None
     if kind == "time_as_text":
-        _check_attributes(model, ["_tokenizer"])
         markers = FrameMarkers(
             vision_start=config.vision_start_token_id,
             vision_end=config.vision_end_token_id,
             video=config.video_token_id,
         )
+    return PositionRule(
+        kind=kind,  # type: ignore[arg-type]
+        merge=session.packing.merge,
+        tokens_per_second=getattr(config.vision_config, "tokens_per_second", 1),
+        markers=markers,
+    )
+
+
+def _media_rows(model: Any, vllm_config: VllmConfig, session: EngineSession) -> MediaRows:
+    config, rule = model.config, _position_rule(model, session)
+    if rule.kind == "time_as_text":
+        _check_attributes(model, ["_tokenizer"])
     method, rate = vllm_config.model_config.multimodal_config.get_video_pruning_spec()
     return MediaRows(
-        rule=PositionRule(
-            kind=kind,  # type: ignore[arg-type]
-            merge=session.packing.merge,
-            tokens_per_second=getattr(config.vision_config, "tokens_per_second", 1),
-            markers=markers,
-        ),
+        rule=rule,
         selection=eager(find_method(method)),
         rate=rate,
         image=config.image_token_id,
@@ -226,7 +316,14 @@ def _media_rows(model: Any, vllm_config: VllmConfig, session: EngineSession) -> 
 
 def _placed(feature: Any) -> PlacedMedia:
     room, grid = feature.mm_position, feature.data[f"{feature.modality}_grid_thw"].data.tolist()
-    return PlacedMedia(modality=feature.modality, offset=room.offset, length=room.length, grid=tuple(grid))
+    seconds = feature.data.get("second_per_grid_ts")
+    return PlacedMedia(
+        modality=feature.modality,
+        offset=room.offset,
+        length=room.length,
+        grid=tuple(grid),
+        seconds_per_grid=1.0 if seconds is None else float(seconds.data),
+    )
 
 
 class WithProjector(WithBundle):
@@ -353,10 +450,17 @@ def _ranks() -> Ranks | None:
     return (group.device_group, group.cpu_group) if group.world_size > 1 else None
 
 
+def _is_tested() -> bool:
+    import vllm
+
+    is_tested: bool = vllm.__version__.startswith(VERSIONS)
+    return is_tested
+
+
 def _check_version() -> None:
     import vllm
 
-    if not vllm.__version__.startswith(VERSIONS):
+    if not _is_tested():
         raise MisfitError(
             f"vLLM {vllm.__version__} found, {' or '.join(f'{version}*' for version in VERSIONS)} expected, "
             f"which bundles were tested with. Install that, or take '{KEY}' out of additional_config."
