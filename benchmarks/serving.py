@@ -3,7 +3,8 @@
 For the environment of `make test-vllm`. One engine of vLLM in this process holds the model; a call is the
 model's `embed_multimodal` on bytes as vLLM's processor hands them over, and the tower is what it calls.
 Contenders run in random order within each round and ratios are paired by round; the twin of vLLM's own tower
-shows how far the run can be trusted.
+shows how far the run can be trusted. With `--choices`, requests of one token about a video instead, with a
+bundle: the contenders are rules that choose which cells the tower gets.
 """
 
 from __future__ import annotations
@@ -54,6 +55,13 @@ WORKLOADS: Mapping[str, tuple[Grid, ...]] = {
 }  # fmt: skip
 BACKENDS = ("onnxruntime", "openvino")
 OWN, TWIN = "vLLM's own", "vLLM's own (twin)"
+CHOICES: Mapping[str, str | None] = {
+    "all": None,
+    "all (twin)": None,
+    "static:0.5": "static:0.5",
+    "static:0.7": "static:0.7",
+    "predicted": "predicted",
+}
 Samples = dict[str, dict[str, list[float]]]
 
 
@@ -117,6 +125,61 @@ def measure(place: Path, size: str, rounds: int) -> tuple[Samples, Mapping[str, 
     return samples, distances
 
 
+def measure_choices(place: Path, size: str, rounds: int) -> Mapping[str, tuple[int, list[float]]]:
+    """Return tokens of the prompt and seconds of a request, by what chooses the cells of its video."""
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    os.environ |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_CACHE_ROOT": str(place / "vllm")}
+    from vllm import LLM, SamplingParams  # noqa: TID251  no part of the package
+
+    source = write_tower(place / "tower", default_recipe(), *SIZES[size])
+    built = build_checkpoint(request(Checkpoint.open(source), backend=BACKENDS[0], into=place / "engines"))
+    model = LLM(
+        str(source),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=4096,
+        limit_mm_per_prompt={"image": 0, "video": 1},
+        enable_prefix_caching=False,
+        mm_processor_cache_gb=0,
+        mm_processor_kwargs={"prune_before": None},
+        additional_config={"vlexport": {"bundle": str(built.require_passed().path)}},
+    )
+    # A square that moves over a ground that does not.
+    random = torch.Generator().manual_seed(0)
+    frames = torch.randint(0, 256, (1, 308, 308, 3), dtype=torch.uint8, generator=random).repeat(16, 1, 1, 1)
+    for at, frame in enumerate(frames):
+        frame[28 * (at // 2) :][:84, 112:196] = 255
+    about = {"fps": 2.0, "duration": 8.0, "total_num_frames": 16, "frames_indices": list(range(16))}
+    about |= {"video_backend": "opencv", "do_sample_frames": False}
+    video = {"video": (frames.numpy(), about)}
+    found: dict[str, tuple[int, list[float]]] = {}
+    for index in range(rounds + 1):
+        for choice in order_of(list(CHOICES), index):
+            prompt: dict[str, Any] = {"prompt": "<|vision_start|><|video_pad|><|vision_end|>"}
+            # A request is known by what it has.
+            prompt |= {"multi_modal_data": video, "multi_modal_uuids": {"video": [f"{index} {choice}"]}}
+            prompt |= {"mm_processor_kwargs": {"prune_before": CHOICES[choice]}}
+            start = time.perf_counter()
+            (answer,) = model.generate([prompt], SamplingParams(max_tokens=1), use_tqdm=False)
+            seconds = time.perf_counter() - start
+            _, kept = found.setdefault(choice, (len(answer.prompt_token_ids), []))
+            # The first round reserves memory.
+            kept += [seconds] if index else []
+    return found
+
+
+def choices_table(found: Mapping[str, tuple[int, list[float]]]) -> str:
+    whole = found["all"][1]
+    rows = []
+    for choice, (tokens, seconds) in found.items():
+        ratio = paired(whole, seconds)
+        faster = f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
+        rows.append((choice, str(tokens), f"{statistics.median(seconds) * 1e3:.0f}", faster))
+    return "\n".join(
+        markdown(("cells by", "tokens of the prompt", "milliseconds", "times faster than all"), rows)
+    )
+
+
 def page(samples: Samples, distances: Mapping[str, float], size: str, threads: int, version: str) -> str:
     """Return the table as Markdown."""
     tower = SIZES[size][0]
@@ -146,7 +209,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--out", type=Path, help="file for the raw samples")
     parser.add_argument("--page", type=Path, help="Markdown page whose marked part is rewritten")
+    parser.add_argument("--choices", action="store_true", help="measure pruning before the tower instead")
     given = parser.parse_args(arguments)
+    if given.choices:
+        with tempfile.TemporaryDirectory() as place:
+            sys.stdout.write(choices_table(measure_choices(Path(place), given.size, given.rounds)) + "\n")
+        return 0
     with tempfile.TemporaryDirectory() as place:
         samples, distances = measure(Path(place), given.size, given.rounds)
     from vllm import __version__  # noqa: TID251  no part of the package
