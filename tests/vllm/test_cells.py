@@ -79,7 +79,7 @@ def test_prompts_positions_and_tokens_are_those_outside_vllm(answers, bundle, fo
 
 def test_a_servers_own_choice_gives_the_same_tokens_from_cached_blocks(answers, bundle, folder):
     """Requests name none; the second time neither processor nor tower runs."""
-    caches = {"enable_prefix_caching": True, "mm_processor_cache_gb": 1, "block_size": 16}
+    caches = {"enable_prefix_caching": True, "mm_processor_cache_gb": 1, "block_size": 32}
     options = {"checkpoint": E2E, **allowed("predicted"), **caches}
     found = answers(folder, ["whole", "whole"], bundle(E2E), **options)
     (case,) = (case for case in json.loads((folder / "cases.json").read_text()) if case["name"] == "whole")
