@@ -30,7 +30,7 @@ from vlexport.pruning.selectors import Pruned, eager, prune_part
 from vlexport.runtime.encoder import EncoderOptions
 from vlexport.runtime.opening import checkpoint_of
 from vlexport.runtime.pipeline import Pipeline, load
-from vlexport.runtime.request import Generation, Request
+from vlexport.runtime.request import Generation, Request, RequestLimits
 from vlexport.specs import MediaItem
 
 Fresh = Callable[..., Pipeline]
@@ -274,6 +274,9 @@ def test_what_the_tower_had_is_pruned_further_by_a_rate_of_all(fresh: Fresh, bef
     request = replace(asked((image(7), clip), before), prune=0.8, method=method)
     answer = pipeline.generate(request)
     assert answer.kept[1] == count
+    # What is left after both is what a prompt has to have room for.
+    limits = RequestLimits(max_prompt_tokens=len(answer.prompt_token_ids))
+    assert pipeline.generate(replace(request, limits=limits)).token_ids == answer.token_ids
     picture = pipeline.encode(image(7), prune_before=before, prune=0.8, method=method)
     assert answer.token_ids == pipeline.generate(asked((picture, both), None)).token_ids
 

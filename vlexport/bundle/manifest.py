@@ -1,4 +1,4 @@
-"""The manifest of a bundle, `manifest.json`, schema 5, read strictly and written in one way; and its key."""
+"""The manifest of a bundle, `manifest.json`, schema 6, read strictly and written in one way; and its key."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ def _check_specs(manifest: Manifest) -> None:
 def _check_schema(value: JsonObject) -> None:
     schema = value.get("schema")
     if isinstance(schema, bool) or not isinstance(schema, int):
-        raise InputError('no schema number found; expected an object with "schema": 5.')
+        raise InputError(f'no schema number found; expected an object with "schema": {SCHEMA}.')
     if schema > SCHEMA:
         raise InputError(
             f"schema {schema} found, and this vlexport reads up to {SCHEMA}: the bundle was written by a "
