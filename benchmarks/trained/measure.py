@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,21 @@ from vlexport.checkpoint import Checkpoint
 from vlexport.codec import encode
 from vlexport.errors import InputError
 from vlexport.evaluate.answers import Run, Tally, answer_rows, compare
+from vlexport.evaluate.intervals import wilson
 from vlexport.evaluate.tasks import questions_of
 from vlexport.parity.pixels import reference_of
+from vlexport.report.sweep import Row
 from vlexport.specs import MediaItem
 
 HERE = Path(__file__).parent
 PAGE, PLOT = Path("docs/trained.md"), Path("docs/pictures/sweep.svg")
 DRAWS = 3
+COMPILED = "evs,static,static-frames,delta,contrast,predicted"
+SELECTORS = (
+    "evs", "vidcom2", "divprune", "static", "static-frames", "delta", "before:static", "before:static-frames",
+    "before:static+static", "predicted", "contrast", "before:contrast", "resolution", "random", "uniform",
+)  # fmt: skip
+RATES = (0.5, 0.7, 0.9)
 # The caps of bfloat16 and int8 stand at 0.13 and 0.15, with 0.3 for the worst token.
 NOISE = (0.05, 0.15, 0.3, 0.6, 1.0, 1.5)
 Show = Callable[[str], None]
@@ -134,15 +142,27 @@ def noise(folders: Sequence[Path], count: int, show: Show) -> list[dict[str, Any
 
 
 def pruning(folders: Sequence[Path], count: int, show: Show) -> dict[str, Any]:
-    """Sweep over rates and selectors with the fastest float32 engine that every machine has."""
+    """Sweep over selectors before the tower and after it, with the engine that every machine has."""
     with tempfile.TemporaryDirectory() as place:
         task = write_task(Path(place) / "task", count, HELD_OUT_SEED)
-        bundle = vlexport.build(folders[0], into=Path(place) / "engines")
-        found = vlexport.sweep(bundle, decoder=folders[0], task=task, seeds=DRAWS, max_new_tokens=6)
+        bundle = vlexport.build(folders[0], into=Path(place) / "engines", selector=COMPILED)
+        settings = {"selectors": SELECTORS, "rates": RATES, "seeds": DRAWS, "max_new_tokens": 6}
+        found = vlexport.sweep(bundle, decoder=folders[0], task=task, **settings)  # type: ignore[arg-type]
     write_whole(PLOT, found.svg())
     for head, rows in found.tables():
         show("\n".join(markdown(head, rows)))
-    return {"about": found.about(), "tables": found.tables(), "rows": found.to_json()["rows"]}
+    return {"about": found.about(), "rows": [_shown(row) for row in found.rows]}
+
+
+def _shown(row: Row) -> dict[str, Any]:
+    """Return of a sweep's row what the table of this page shows."""
+    categories = {}
+    for name in (name for names in scenes.QUESTIONS.values() for name in names):
+        scores = row.categories[name]
+        assert scores.accuracy is not None
+        categories[name] = {"questions": scores.questions, "right": scores.accuracy.value}
+    times = {"encode": row.scores.encode, "first_token": row.scores.first_token}
+    return {"selector": row.selector, "rate": row.rate, **times, "categories": categories}
 
 
 Measured = dict[str, Any] | list[dict[str, Any]]
@@ -223,13 +243,28 @@ def _noise_table(content: dict[str, Any]) -> list[str]:
 
 
 def _pruning_table(content: dict[str, Any]) -> list[str]:
-    """Return the table of videos; no selector prunes a picture."""
+    """Return right answers by kind of question; selectors that leave a kind whole answer as without them."""
     found = content["result"]
-    head, rows = next(each for each in found["tables"] if each[0][0].startswith("videos"))
-    head = ["selector", *head[1:]]
-    shown = [place for place, name in enumerate(head) if name not in ("top-1 %", "exact %")]
-    head, *rows = ([row[place] for place in shown] for row in (head, *rows))
-    return [f"{found['about']}. Shown are the videos.", "", *markdown(head, rows)]
+    head = ("selector", "rate", *(f"{kind} %" for kind in scenes.QUESTIONS), "tower ms", "first token ms")
+    rows = [
+        (
+            row["selector"],
+            f"{row['rate']:g}",
+            *(_of_kind(row["categories"], names) for names in scenes.QUESTIONS.values()),
+            f"{1e3 * row['encode']:.1f}",
+            f"{1e3 * row['first_token']:.1f}",
+        )
+        for row in found["rows"]
+    ]
+    return [f"{found['about']}.", "", *markdown(head, rows)]
+
+
+def _of_kind(categories: dict[str, Any], names: Iterable[str]) -> str:
+    """Return the share of right answers to all questions of a kind, with its interval."""
+    asked = [categories[name] for name in names]
+    count = sum(each["questions"] for each in asked)
+    right = sum(each["questions"] * each["right"] for each in asked)
+    return wilson(right, count).text(100, ".1f")
 
 
 TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
