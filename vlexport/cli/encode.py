@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -12,6 +14,9 @@ from vlexport.cli.options import grouped, new_file, option
 from vlexport.cli.output import failures, print_error, print_line, show, show_json
 from vlexport.cli.progress import phases
 from vlexport.errors import InputError, RequestError, VlexportError
+
+if TYPE_CHECKING:
+    from vlexport.runtime.outputs import Encoded
 
 
 @grouped
@@ -62,18 +67,9 @@ def _encode_files(
     *,
     as_json: bool,
 ) -> None:
-    from vlexport.positions.rules import check_rate
-    from vlexport.pruning.cells import CellChoice
-    from vlexport.specs import check_frame_rate
-
     # What can be refused without the engine is refused before torch is imported.
     images, videos = _files(media)
-    if media.fps is not None:
-        check_frame_rate(media.fps)
-    if media.prune is not None:
-        check_rate(media.prune)
-    if media.prune_before is not None:
-        CellChoice.of(media.prune_before)
+    _check_options(media)
     # For one image of up to about 4,000 patches a copy in the order that products like best does not pay.
     arguments = opening.arguments(shared_weights=len(images) == 1 and not videos)
     usable = opening.require_usable(bundle, begin=True)
@@ -113,16 +109,34 @@ def _encode_files(
         failed = failures(errors)
         show_json("encode", {"out": str(output), "tensors": shapes, "forms": forms, "failed": failed})
     else:
-        for name, shape in shapes.items():
-            print_line(f"{name} {shape}")
-        for name, form in forms.items():
-            print_line(f"{name} prune {form['prune']}")
-        for name, item in items.items():
-            if item.kept is not None and item.mask is not None:
-                print_line(f"{name} kept {len(item.kept)} of {len(item.mask)} tokens")
+        lines = [f"{name} {shape}" for name, shape in shapes.items()]
+        lines += [f"{name} prune {form['prune']}" for name, form in forms.items()]
+        for line in [*lines, *_counts(items)]:
+            print_line(line)
         show(str(output))
     if first:
         raise typer.Exit(first.exit_code)
+
+
+def _counts(items: Mapping[str, Encoded]) -> list[str]:
+    return [
+        f"{name} kept {len(item.kept)} of {len(item.mask)} tokens"
+        for name, item in items.items()
+        if item.kept is not None and item.mask is not None
+    ]
+
+
+def _check_options(media: options.PrunedMedia) -> None:
+    from vlexport.positions.rules import check_rate
+    from vlexport.pruning.cells import CellChoice
+    from vlexport.specs import check_frame_rate
+
+    if media.fps is not None:
+        check_frame_rate(media.fps)
+    if media.prune is not None:
+        check_rate(media.prune)
+    if media.prune_before is not None:
+        CellChoice.of(media.prune_before)
 
 
 def _files(media: options.PrunedMedia) -> tuple[list[options.File], list[options.File]]:
