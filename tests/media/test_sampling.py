@@ -118,4 +118,4 @@ def test_rates_that_are_none_and_bounds_that_contradict_each_other_are_refused(s
     for bounds in ({"min_frames": 0}, {"min_frames": 9, "max_frames": 8}, {"multiple": 0}, {"multiple": 769}):
         words = "1 <= min <= max and 1 <= multiple <= max"
         with subtests.test(bounds), pytest.raises(InputError, match=words):
-            Sampling(**bounds)
+            Sampling(**bounds)  # type: ignore[arg-type]

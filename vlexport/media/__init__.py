@@ -7,7 +7,17 @@ raised from headers, before memory is taken. Nothing is fetched from a network.
 from vlexport.media.images import read_image
 from vlexport.media.kinds import kind_of
 from vlexport.media.limits import DEFAULT_LIMITS, MediaLimits
+from vlexport.media.pipes import piped_frames
 from vlexport.media.sampling import Sampling
-from vlexport.media.videos import read_video
+from vlexport.media.videos import read_video, video_frames
 
-__all__ = ["DEFAULT_LIMITS", "MediaLimits", "Sampling", "kind_of", "read_image", "read_video"]
+__all__ = [
+    "DEFAULT_LIMITS",
+    "MediaLimits",
+    "Sampling",
+    "kind_of",
+    "piped_frames",
+    "read_image",
+    "read_video",
+    "video_frames",
+]

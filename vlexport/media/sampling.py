@@ -16,12 +16,16 @@ from vlexport.specs import check_frame_rate
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """Frames per second and most frames, in multiples of `multiple`; the defaults are of Qwen-VL."""
+    """Frames per second and most frames, in multiples of `multiple`; the defaults are of Qwen-VL.
+
+    steady  what is shown at each step from the first frame on, however many; no count over the whole clip
+    """
 
     frames_per_second: float = 2.0
     min_frames: int = 4
     max_frames: int = 768
     multiple: int = 2
+    steady: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -90,6 +94,8 @@ def choose(timeline: Timeline, sampling: Sampling) -> Choice:
     total, seconds = len(timeline.ticks), timeline.seconds
     if not seconds:
         return Choice(indices=(0,), frames_per_second=None, seconds=(0.0,))
+    if sampling.steady:
+        return _steady(timeline, sampling.frames_per_second)
     num = sampling.count(total, float(total / seconds))
     if timeline.is_constant:
         indices = tuple(number * total // num for number in range(num))
@@ -103,4 +109,23 @@ def choose(timeline: Timeline, sampling: Sampling) -> Choice:
         indices=indices,
         frames_per_second=float(num / seconds),
         seconds=tuple(timeline.second_of(index) for index in indices),
+    )
+
+
+def _steady(timeline: Timeline, frames_per_second: float) -> Choice:
+    """Choose what is shown at first + n / rate, up to the end of the last frame."""
+    # A rate of 0.1 is a tenth, not the number of two's powers beside it.
+    rate = Fraction(frames_per_second).limit_denominator(10**6) or Fraction(frames_per_second)
+    ticks, total = timeline.ticks, len(timeline.ticks)
+    indices = []
+    for number in range(math.ceil(timeline.seconds * rate)):
+        at = number / rate
+        if timeline.declared_rate and timeline.is_constant:
+            indices.append(min(math.floor(at * timeline.declared_rate), total - 1))
+        else:
+            indices.append(bisect_right(ticks, ticks[0] + at / timeline.tick) - 1)
+    return Choice(
+        indices=tuple(indices),
+        frames_per_second=frames_per_second,
+        seconds=tuple(float(number / rate) for number in range(len(indices))),
     )

@@ -103,34 +103,78 @@ def _stacked(frames: Sequence[object], limits: MediaLimits) -> Tensor:
     return torch.cat(whole)
 
 
+def video_frames(
+    source: Path | str | bytes, *, fps: float, limits: MediaLimits = DEFAULT_LIMITS
+) -> Iterator[Tensor]:
+    """Yield frames [H, W, 3] of a video file one by one: what is shown at first + n / fps.
+
+    One frame is held at a time, so max_frames and max_decoded_bytes bound nothing here; deadline_seconds
+    bounds the wait for each frame. Raise max_seconds for a file that is longer.
+    """
+    sampling = Sampling(frames_per_second=fps, steady=True)
+    unbounded = replace(limits, max_frames=2**31, max_decoded_bytes=2**62)
+    name = name_of(source)
+    with open_source(source, limits) as file:
+        request = worker.Request(
+            form=container_of(file, name), name=name, limits=unbounded, sampling=sampling
+        )
+        with _started(file, request) as process:
+            yield from _frames_of(process, request)
+
+
+def _frames_of(process: subprocess.Popen[bytes], request: worker.Request) -> Iterator[Tensor]:
+    import torch
+
+    assert process.stdout is not None
+    with _within_deadline(process, request) as has_started:
+        _record(process.stdout, b"S")
+        has_started.set()
+        num_frames, *shape = json.loads(_record(process.stdout, b"H"))["shape"]
+        request.limits.check_frames(request.name, num_frames, *shape[:2])
+    for _ in range(num_frames):
+        with _within_deadline(process, request) as has_started:
+            has_started.set()
+            frame = torch.empty(shape, dtype=torch.uint8)
+            _record_into(process.stdout, frame.numpy().data.cast("B"))
+        yield frame
+    with _within_deadline(process, request) as has_started:
+        has_started.set()
+        _record(process.stdout, b"Z")
+
+
 def _read_file(file: BinaryIO, request: worker.Request) -> Pixels:
-    with _started(file, request) as process:
-        late = threading.Event()
+    with _started(file, request) as process, _within_deadline(process, request) as has_started:
+        assert process.stdout is not None
+        _record(process.stdout, b"S")
+        has_started.set()
+        return _received(process.stdout, request)
 
-        def stop() -> None:
-            late.set()
-            process.kill()
 
-        timer = threading.Timer(request.limits.deadline_seconds, stop)
-        timer.start()
-        has_started = False
-        try:
-            assert process.stdout is not None
-            _record(process.stdout, b"S")
-            has_started = True
-            return _received(process.stdout, request)
-        except (EOFError, ValueError, LookupError, TypeError):
-            # It died, was killed, or was taken over by what it read and answers nonsense.
-            if late.is_set():
-                slow = LimitError(
-                    f"{request.name}: not decoded within {request.limits.deadline_seconds:g} seconds. "
-                    "Cut it, shrink it or raise MediaLimits.deadline_seconds (Python API)."
-                )
-                slow.temporary = True
-                raise slow from None
-            raise _ended(process, request, has_started) from None
-        finally:
-            timer.cancel()
+@contextmanager
+def _within_deadline(process: subprocess.Popen[bytes], request: worker.Request) -> Iterator[threading.Event]:
+    """Kill a decoder that takes longer over the block, and explain why it ended; the block sets the start."""
+    late, has_started = threading.Event(), threading.Event()
+
+    def stop() -> None:
+        late.set()
+        process.kill()
+
+    timer = threading.Timer(request.limits.deadline_seconds, stop)
+    timer.start()
+    try:
+        yield has_started
+    except (EOFError, ValueError, LookupError, TypeError):
+        # It died, was killed, or was taken over by what it read and answers nonsense.
+        if late.is_set():
+            slow = LimitError(
+                f"{request.name}: not decoded within {request.limits.deadline_seconds:g} seconds. "
+                "Cut it, shrink it or raise MediaLimits.deadline_seconds (Python API)."
+            )
+            slow.temporary = True
+            raise slow from None
+        raise _ended(process, request, has_started.is_set()) from None
+    finally:
+        timer.cancel()
 
 
 def _ended(process: subprocess.Popen[bytes], request: worker.Request, has_started: bool) -> VlexportError:

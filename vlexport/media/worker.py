@@ -51,7 +51,7 @@ def main() -> None:
     """Decode standard input by the request in the last argument."""
     request = decode(Request, json.loads(sys.argv[-1]), "request")
     out = sys.stdout.buffer
-    _cap_resources(request.limits)
+    _cap_resources(request)
     try:
         import av  # noqa: F401  loaded before the file is touched
         import numpy as np  # noqa: F401
@@ -85,13 +85,15 @@ def _refuse(out: BinaryIO, kind: type[VlexportError], text: str) -> None:
     _send(out, b"E", json.dumps([kind.__name__, text]).encode())
 
 
-def _cap_resources(limits: MediaLimits) -> None:
+def _cap_resources(request: Request) -> None:
     if sys.platform == "win32":
         return
     import resource
 
     # Should the parent be killed, the kernel ends a decoder that hangs.
-    seconds = int(limits.deadline_seconds * (os.cpu_count() or 1)) + 1
+    # A stream may decode for as long as its file plays.
+    playing = request.limits.max_seconds if request.sampling.steady else 0.0
+    seconds = int((request.limits.deadline_seconds + playing) * (os.cpu_count() or 1)) + 1
     caps = {resource.RLIMIT_CPU: seconds, resource.RLIMIT_DATA: WORK_BYTES, resource.RLIMIT_CORE: 0}
     for kind, most in caps.items():
         allowed = resource.getrlimit(kind)[1]
