@@ -23,7 +23,7 @@ help:
 	@echo 'make test-wheel  build sdist and wheel, use the wheel in fresh environments of Python 3.11 to 3.13, with the pins and with the newest libraries; an hour'
 	@echo 'make test-newest  the same with the newest libraries and one Python, as .ci/run does; 4 minutes'
 	@echo 'make test-vllm  run the suite of the vLLM plugin in an environment of its own; 20 minutes'
-	@echo 'make test-examples  use the Gradio page of examples/ in a headless browser, in an environment of its own'
+	@echo 'make test-examples  use the pages of examples/ in a headless browser, in an environment of its own'
 	@echo 'make test-ray   run the recipe for Ray Data in an environment of its own; a few minutes'
 	@echo 'make test-gpu   run those that need a GPU, with the libraries that the machine has'
 	@echo 'make gpu        measure everything on the GPU at hand in 25 minutes; STEPS=a,b for a part, OUT= for the folder'

@@ -23,6 +23,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import ClassVar
 
+import av
+from PIL import Image
 from rich.ansi import AnsiDecoder
 from rich.console import Console
 from rich.style import Style
@@ -31,8 +33,10 @@ from rich.text import Text
 ROOT = Path(__file__).parents[1]
 FOLDER = Path(__file__).with_name("pictures")
 CHECKPOINT = ROOT / "tests" / "golden" / "e2e" / "checkpoint"
+TRAINED = ROOT / "recipes" / "demo" / "trained"
 COLUMNS = 110
 BUILD = "vlexport build checkpoint --profile image"
+WATCH = "vlexport watch bundle --decoder trained film.mp4 --ask '4:Which shape came first?'"
 ERRORS = ("vlexport build checkpoint --dtype fp16", "vlexport plan checkpoint --profile photo")
 # Pixels: of a character, of a line, and around all of it.
 CELL, LINE, PAD = 7.8, 16, 14
@@ -89,8 +93,14 @@ def lines(sent: bytes) -> list[str]:
         # The cursor goes up to where the bar was, and erases it.
         for _ in range(min(line.count("\x1b[1A"), len(kept))):
             kept.pop()
-        kept.append(re.split(r"\r|\x1b\[2K|\x1b\[\?25[lh]|\x1b\[1A", line)[-1])
+        kept.append(re.split(r"\r|\x1b\[2?K|\x1b\[\?25[lh]|\x1b\[1A", line)[-1])
     return kept[:-1] if kept and not kept[-1] else kept
+
+
+def watched(sent: bytes) -> list[str]:
+    """Return what stays of a film that was watched, with the counts as the question was put."""
+    counts = re.findall(r"\r\x1b\[K([^\r\n]+)\r\x1b\[K[\d.]+ s: ", sent.decode())
+    return [counts[-1], *lines(sent)]
 
 
 def bars(sent: bytes) -> dict[str, str]:
@@ -102,6 +112,18 @@ def bars(sent: bytes) -> dict[str, str]:
         if found is not None:
             frames[found[1]] = clean
     return frames
+
+
+def write_film(path: Path) -> None:
+    """Write the video of the trained checkpoint, two frames a second."""
+    with Image.open(TRAINED / "scene" / "frames.png") as column, av.open(path, "w") as out:
+        rows = column.height // 10
+        stream = out.add_stream("libx264", rate=2, options={"crf": "0"})
+        stream.width, stream.height = column.width, rows
+        for top in range(0, column.height, rows):
+            frame = av.VideoFrame.from_image(column.crop((0, top, column.width, top + rows)))
+            out.mux(stream.encode(frame))
+        out.mux(stream.encode())
 
 
 def terminal(scenes: Sequence[tuple[str, Sequence[str]]], label: str) -> str:
@@ -263,10 +285,14 @@ def draw(out: Path) -> None:
         bundle = lines(sent)[-1]
         check = f"vlexport parity {bundle} -v"
         recorded(f"vlexport report {bundle} -o report.html", folder)
+        (folder / "trained").symlink_to(TRAINED / "qwen2_5_vl")
+        write_film(folder / "film.mp4")
+        shutil.move(folder / lines(recorded("vlexport build trained", folder))[-1], folder / "bundle")
         pictures = {
             "bar": terminal([(BUILD, [bars(sent)["export"], *lines(sent)])], "A build: bar, accuracy, path"),
             "table": terminal([(check, lines(recorded(check, folder)))], "The accuracy table of a bundle"),
             "error": terminal([(each, lines(recorded(each, folder))) for each in ERRORS], "Two errors"),
+            "watch": terminal([(WATCH, watched(recorded(WATCH, folder)))], "A film that is watched"),
             "report": report((folder / "report.html").read_text(encoding="utf-8"), "A report"),
         }
     for each, picture in pictures.items():

@@ -40,7 +40,7 @@ def page(pipeline):
         if clip is None:
             return None, ""
         frames, encoded = clip
-        pruned = pipeline.pruner.prune(encoded, rate)
+        pruned = pipeline.pruner.prune(encoded, rate, pipeline.pruner.selector(None))
         times, rows, columns = encoded.grid
         kept = torch.ones(times, rows // merge, columns // merge, dtype=torch.bool)
         if pruned.mask is not None:

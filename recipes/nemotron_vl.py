@@ -313,7 +313,8 @@ def times(pixels: Pixels) -> tuple[float, ...]:
     rate = pixels.frames_per_second
     if pixels.kind != "video" or pixels.seconds or rate is None:
         return pixels.seconds
-    return tuple(number * int(1000.0 / rate) / 1000.0 for number in range(len(pixels.frames)))
+    numbers = range(pixels.first, pixels.first + len(pixels.frames))
+    return tuple(number * int(1000.0 / rate) / 1000.0 for number in numbers)
 
 
 class RadioPacking(GridPacking):
@@ -672,8 +673,9 @@ def expand(config: Config, item: PromptItem) -> str:
             f"{temporal} expected: its prompt contains the time of each. Pass the frame rate as fps."
         )
     parts = []
-    for group, rows in enumerate(item.frame_rows):
-        shown = enumerate(seconds[group * temporal : (group + 1) * temporal], start=group * temporal + 1)
+    numbers = item.item.frame_numbers or range(tubelets)
+    for group, (number, rows) in enumerate(zip(numbers, item.frame_rows, strict=True)):
+        shown = enumerate(seconds[group * temporal : (group + 1) * temporal], start=number * temporal + 1)
         label = " and ".join(f"frame {number} sampled at {at:.2f} seconds" for number, at in shown)
         parts.append(f"F{label[1:]}: {START}{IMAGE * rows}{END}")
     return "\n".join(parts)

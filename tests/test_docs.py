@@ -44,6 +44,8 @@ NOT_RUN = {
     "python -m tests.fuzz": "as make fuzz",
     "python -m tests.thirty": "rewrites a page from what ran; tests/repo/test_security.py reads its kinds",
     "python build.py": "the program of an archive for TensorRT; tests/cli/test_ahead_of_time.py",
+    "python examples/watch_page.py": "a service that does not end; tests/examples has its page",
+    "python examples/watch_webcam.py": "needs a camera; tests/runtime/test_examples.py has one in its place",
     "python run.py": "the program of an archive; tests/cli/test_repro.py runs it",
     "python -m tests.runtime.test_three_billion": "17 GB of memory",
     "python3 -m benchmarks.gpu": "needs the results of GPUs; tests/gpu/test_runner.py",

@@ -122,6 +122,7 @@ def commands(clip: Path) -> dict[str, list[str]]:
         "encode ": [engines, "--video", str(clip), "--prune", "0.5", "--output", "clip.safetensors"],
         "encode  ": [engines, "--list", "list.txt", "--output-dir", "collection"],
         "run": [engines, "--video", str(clip), "--prompt", "which", "--max-new-tokens", "1", *decoder],
+        "watch": [engines, str(clip), "--as-fast", "--ask", "1:which", "--max-new-tokens", "1", *decoder],
         "sweep": [engines, "--video", str(clip), "--prompt", "which", "--rates", "0,0.5", *decoder],
         "bench": [engines, "--rounds", "1"],
         "parity": [engines],

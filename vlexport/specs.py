@@ -298,13 +298,17 @@ class Pixels:
     """Decoded media before preprocessing: uint8 RGB frames [T, H, W, 3] and, for videos, their rate.
 
     `frames_per_second` is the rate of these very frames, after any sampling. `seconds` are their times in the
-    video that they were taken from; without them frames follow each other at that rate.
+    video that they were taken from; without them frames follow each other at that rate. `first` is how many
+    frames of a longer video went before, `size` the rows and columns of pixels to resize to, in place of what
+    the family would choose.
     """
 
     kind: str
     frames: Tensor
     frames_per_second: float | None = None
     seconds: tuple[float, ...] = ()
+    first: int = 0
+    size: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.frames_per_second is not None:
@@ -329,6 +333,7 @@ class MediaItem:
                   Empty where slices have no time.
     frame_seconds time of each frame of the grid, or of each frame that went into it where prompts write these
                   out, in seconds of the video that it was taken from; empty where that is not known.
+    frame_numbers which frames of a longer grid these are, ascending; empty for all from the first on.
     cells         which cells of the grid `patches` are of, as ascending indices; None where they are of all.
     """
 
@@ -339,4 +344,5 @@ class MediaItem:
     slices: tuple[tuple[int, int], ...] = ()
     frame_groups: tuple[tuple[int, ...], ...] = ()
     frame_seconds: tuple[float, ...] = ()
+    frame_numbers: tuple[int, ...] = ()
     cells: Tensor | None = None

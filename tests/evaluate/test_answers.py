@@ -9,11 +9,14 @@ from vlexport.recipes import demo
 import vlexport
 from benchmarks.trained import scenes
 from benchmarks.trained.evaluate import Reference
+from benchmarks.trained.scenes import FRAMES_PER_SECOND as RATE
 from benchmarks.trained.task import write_task
 from tests.cli.lines import vlexport as run
+from tests.thirty import cases
 from vlexport.errors import RequestError
 from vlexport.evaluate.answers import check
 from vlexport.runtime.encoder import EngineSession
+from vlexport.specs import Pixels
 
 TRAINED = Path(demo.__path__[0], "trained", "qwen2_5_vl")
 COUNT, SEED = 112, 5
@@ -95,3 +98,21 @@ def test_a_decoder_without_questions_is_refused(bundle):
     ran = run("parity", bundle.path, "--decoder", TRAINED)
     assert ran.code == 2
     assert "--task" in ran.err
+
+
+def test_answers_to_frames_that_are_pushed_are_those_to_the_whole_video(bundle, record_property):
+    """Nearly all of them are right, so they depend on what is shown."""
+    count, right = cases("trained questions of a stream"), 0
+    with vlexport.load(bundle.path, decoder=TRAINED) as pipeline:
+        for scene, question in scenes.held_out(SEED, count, scenes.MEDIA["video"]):
+            video = Pixels(kind="video", frames=torch.from_numpy(scene.frames), frames_per_second=RATE)
+            whole = pipeline.generate(question.prompt, videos=[video], max_new_tokens=8)
+            with pipeline.watch(fps=RATE) as stream:
+                for frame in scene.frames:
+                    stream.push(frame)
+                answer = stream.ask(question.prompt, max_new_tokens=8)
+            assert answer.prompt_token_ids == whole.prompt_token_ids
+            assert (answer.token_ids, answer.text) == (whole.token_ids, whole.text)
+            right += answer.text == question.answer
+    assert right > 0.97 * count
+    record_property("trained questions of a stream", count)

@@ -3,14 +3,13 @@
 import io
 import os
 import re
-import shutil
 
 import gradio
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from playwright.sync_api import expect, sync_playwright
+from playwright.sync_api import expect
 
 import vlexport
 from tests.media.made_videos import video
@@ -19,20 +18,7 @@ from vlexport.media import read_video
 from vlexport.report.overlay import Film, contact_sheet
 
 CHECKPOINT = ROOT / "tests" / "golden" / "e2e" / "checkpoint"
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 HEIGHT, WIDTH = 168, 224
-
-
-@pytest.fixture(scope="module")
-def browser():
-    found = [os.environ.get("CHROMIUM"), *map(shutil.which, BROWSERS)]
-    path = next(filter(None, found), None)
-    if path is None:
-        pytest.skip("no Chromium: install one, or name its program in CHROMIUM")
-    with sync_playwright() as driver:
-        opened = driver.chromium.launch(executable_path=path)
-        yield opened
-        opened.close()
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ def media_positions(
     grid: Grid, merge: int, tokens_per_second: float = 1.0, seconds_per_grid: float = 1.0
 ) -> Tensor:
     """Time, row, column and merged width of every token; the time in float32 unless both factors are ints."""
-    times_T = media._scaled_times(grid[0], tokens_per_second * seconds_per_grid)
+    times_T = media._scaled_times(range(grid[0]), tokens_per_second * seconds_per_grid)
     return media._channels(times_T, *merged_sides(grid, merge))
 
 

@@ -123,7 +123,7 @@ def plain_scores(name, cells) -> dict[Place, int]:
             for w in range(columns)
         }
         return {(t, h, w): apart(cells[t][h][w], middle[h, w]) for t, h, w in places}
-    if name == "delta":
+    if name in ("delta", "delta-frames"):
         return {(t, h, w): apart(cells[t][h][w], cells[max(t - 1, 0)][h][w]) for t, h, w in places}
     if name == "contrast":
         return {(t, h, w): sum(map(spread, cells[t][h][w])) for t, h, w in places}
@@ -150,7 +150,7 @@ def plain_choice(name, scores: dict[Place, int], num_kept: int) -> list[Place]:
     frames = {t: [place for place in scores if place[0] == t] for t, _, _ in scores}
     if name in ("static", "contrast"):
         return best(num_kept, scores)
-    kept = frames.pop(0) if name == "delta" else []
+    kept = frames.pop(0) if name in ("delta", "delta-frames") else []
     if not frames:
         return kept
     each, rest = divmod(num_kept - len(kept), len(frames))
@@ -188,10 +188,28 @@ def test_a_rule_keeps_the_cells_that_plain_numbers_keep(name, kind, record_prope
             else:
                 count = math.trunc(float(frames * rows * columns) * (1.0 - rate))
                 count = max(rows * columns if name == "delta" else 1, count)
+                if name == "delta-frames":
+                    later = math.trunc(float(rows * columns) * (1.0 - rate))
+                    count = rows * columns + (frames - 1) * max(1, later)
                 expected = plain_choice(name, scores, count)
             kept = kept_cells(CellChoice(name=name, rate=rate), cells).tolist()
             assert kept == [(t * rows + h) * columns + w for t, h, w in expected], (seed, rate)
     record_property(NUMBERS[kind], cases(NUMBERS[kind]))
+
+
+@pytest.mark.parametrize("name", [name for name in RULES if RULES[name].causal])
+def test_a_causal_rule_keeps_of_each_frame_what_it_keeps_by_two_frames(name):
+    for seed in range(60):
+        cells = picture(seed, 2 + seed % 5)
+        whole, choice = (
+            math.prod(cells.shape[1:3]),
+            CellChoice(name=name, rate=0.6 if RULES[name].is_rated else None),
+        )
+        kept = kept_cells(choice, cells)
+        for t in range(1, len(cells)):
+            two = kept_cells(choice, cells[t - 1 : t + 1])
+            of_frame = kept[(kept >= t * whole) & (kept < (t + 1) * whole)] - t * whole
+            assert torch.equal(of_frame, two[two >= whole] - whole)
 
 
 @pytest.mark.parametrize("name", ["static", "contrast"])

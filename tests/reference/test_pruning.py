@@ -17,7 +17,8 @@ from vlexport.positions.splice import Placeholder, merge_visual, visual_slots
 from vlexport.pruning import divprune
 from vlexport.pruning.divprune import DivPruneSelector
 from vlexport.pruning.evs import EVS, prune
-from vlexport.pruning.selectors import BestRows, Selection
+from vlexport.pruning.methods import REQUESTED
+from vlexport.pruning.selectors import BestRows, Selection, eager, prune_by
 from vlexport.pruning.snapped import _one_minus_cosine, _root, snapped_dissimilarity
 
 # Two axes and the zero vector, so that many tokens are equal, opposite or new; lengths are powers of two.
@@ -293,3 +294,31 @@ def test_roots_are_exact_where_float32_cannot_hold_their_squares() -> None:
     squares = [*range(1, 3000), *range(2**24 - 60000, 2**24 + 1)]
     found = _root(torch.tensor(squares, dtype=torch.float32))
     assert found.tolist() == [math.isqrt(1024 * square) for square in squares]
+
+
+def test_evs_by_frames_keeps_the_first_frame_and_as_many_of_every_later_one():
+    selector = REQUESTED["evs-frames"]
+    for seed in range(40):
+        generator = torch.Generator().manual_seed(seed)
+        frames, rows, columns = 1 + seed % 5, 1 + seed % 3, 1 + seed % 4
+        whole, rate = rows * columns, (0.0, 0.3, 0.5, 0.9)[seed % 4]
+        # Small integers: many of the dissimilarities are equal.
+        embeds = torch.randint(-2, 3, (frames * whole, 4), generator=generator).float()
+        count = max(1, math.trunc(float(whole) * (1.0 - rate)))
+        expected = list(range(whole))
+        for t in range(1, frames):
+            scores = [
+                snapped(embeds[t * whole + n].tolist(), embeds[(t - 1) * whole + n].tolist())
+                for n in range(whole)
+            ]
+            best = sorted(range(whole), key=lambda n: (-scores[n], n))[:count]
+            expected += sorted(t * whole + n for n in best)
+        kept = prune_by(eager(selector), embeds, (frames, 2 * rows, 2 * columns), 2, rate).kept
+        assert kept.tolist() == (expected if rate else list(range(frames * whole))), seed
+
+
+def snapped(one: list[float], other: list[float]) -> float:
+    """Return one minus the cosine in steps of 2**-10, of rows that are small integers; 1 for zeros."""
+    dot = sum(a * b for a, b in zip(one, other, strict=True))
+    norms = math.sqrt(sum(a * a for a in one) * sum(b * b for b in other))
+    return round((1.0 - dot / norms) * 1024) / 1024 if norms else 1.0

@@ -10,9 +10,11 @@ from tests.cli.lines import vlexport
 from tests.repo.tree import ROOT, script
 
 FOLDER = ROOT / "docs" / "pictures"
-NAMES = ("bar", "error", "report", "table")
+NAMES = ("bar", "error", "report", "table", "watch")
 # Overlays of real media, which docs/results/pruning.md shows.
 KEPT = ("kept_film", "kept_page", "kept_plots", "kept_scan")
+# Of a page of examples/, taken by its test: `SHOWN_STREAM=FILE make test-examples`.
+SHOWN = "watch_page"
 SVG, XHTML = "{http://www.w3.org/2000/svg}", "{http://www.w3.org/1999/xhtml}"
 
 
@@ -64,10 +66,10 @@ def committed(name):
 
 def test_each_picture_is_small_loads_nothing_and_is_shown_on_a_page():
     # `make trained` draws the picture of docs/trained.md.
-    assert sorted({path.stem for path in FOLDER.iterdir()} - {"sweep"}) == sorted((*NAMES, *KEPT))
-    quickstart = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    assert sorted({path.stem for path in FOLDER.iterdir()} - {"sweep"}) == sorted((*NAMES, *KEPT, SHOWN))
+    pages = [(ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8") for page in ("quickstart", "streams")]
     assert re.findall(r"!\[[^]]+\]\(docs/pictures/(\w+)\.svg\)", (ROOT / "README.md").read_text("utf-8"))
-    assert sorted(re.findall(r"!\[[^]]+\]\(pictures/(\w+)\.svg\)", quickstart)) == sorted(NAMES)
+    assert sorted(re.findall(r"!\[[^]]+\]\(pictures/(\w+)\.svg\)", "".join(pages))) == sorted(NAMES)
     for name in NAMES:
         picture = committed(name)
         assert len(picture.encode()) < 60_000
@@ -81,6 +83,12 @@ def test_each_overlay_is_small_and_shown_on_the_page_of_results():
     assert sorted(re.findall(r"!\[[^]]+\]\(\.\./pictures/(\w+)\.webp\)", page)) == sorted(KEPT)
     for name in KEPT:
         assert (FOLDER / f"{name}.webp").stat().st_size < 200_000
+
+
+def test_the_page_of_a_stream_is_small_and_shown_among_the_examples():
+    readme = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+    assert re.findall(r"!\[[^]]+\]\(\.\./docs/pictures/(\w+)\.webp\)", readme) == [SHOWN]
+    assert (FOLDER / f"{SHOWN}.webp").stat().st_size < 120_000
 
 
 def test_lines_of_a_terminal_do_not_touch_and_end_inside_the_frame(pictures):

@@ -174,6 +174,7 @@ OTHERS: dict[str, Any] = {
     "slices": ((1, 1), (1, 1)),
     "frame_groups": ((0,), (5,)),
     "frame_seconds": (0.25,),
+    "frame_numbers": (3,),
     "cells": torch.tensor([0]),
 }
 
@@ -190,6 +191,8 @@ def keys_of_others() -> dict[str, bytes]:
         "dtype": pixels_key(replace(pixels, frames=frames.view(torch.int8)), SETTINGS),
         "rate": pixels_key(replace(pixels, frames_per_second=3.0), SETTINGS),
         "times": pixels_key(replace(pixels, seconds=(0.5,) * len(frames)), SETTINGS),
+        "first": pixels_key(replace(pixels, first=2), SETTINGS),
+        "size": pixels_key(replace(pixels, size=(56, 56)), SETTINGS),
         "kind": pixels_key(replace(pixels, kind="image"), SETTINGS),
         "engine": pixels_key(pixels, {"key": "another"}),
         "of patches": item_key(ITEM, SETTINGS),

@@ -1,9 +1,13 @@
-"""The programs of examples/ run, and give what the library gives; tests/examples/ has the Gradio page."""
+"""The programs of examples/ run, and give what the library gives; tests/examples/ has the pages."""
 
 import ast
 import asyncio
 import base64
+import io
 import json
+import sys
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -91,3 +95,83 @@ def test_the_notebook_runs_from_top_to_bottom(bundles):
     assert names["text"] == names["answer"].text
     assert names["bundle"].path == bundles("eager")
     assert len(names["clip"].embeds) == len(names["clip"].mask) // 2
+
+
+FILM = np.random.default_rng(5).integers(0, 256, (8, 56, 84, 3), dtype=np.uint8)
+
+
+def jpeg(frame):
+    file = io.BytesIO()
+    Image.fromarray(frame).save(file, format="JPEG")
+    return file.getvalue()
+
+
+def test_the_page_of_a_stream_takes_frames_shows_them_and_answers(fresh, monkeypatch):
+    module = example("watch_page")
+    seconds = iter(np.arange(20) / 2)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
+    with TestClient(module.app_of(fresh(), behind="wait")) as client:
+        assert "hidden" in client.get("/").text.split("film")[1]
+        assert client.get("/view").json()["group"] is None
+        assert "no complete group" in client.post("/ask", json={"question": "why?"}).text
+        for frame in FILM[:4]:
+            assert client.post("/frame", content=jpeg(frame)).status_code == 200
+        shown = client.get("/view").json()
+        assert (shown["counts"]["frames"], shown["counts"]["taken"], shown["refused"]) == (4, 4, "")
+        client.post("/frame", content=jpeg(FILM[0, :28]))
+        assert "84x28 pixels given" in client.get("/view").json()["refused"]
+        client.post("/frame", content=jpeg(FILM[4]))
+        assert client.get("/view").json()["counts"]["frames"] == 5
+        with fresh().watch(**module.OPTIONS | {"behind": "wait"}) as stream:
+            for frame in FILM[:5]:
+                stream.push(jpeg(frame))
+            assert shown["group"]["kept"] == stream.encoded.mask[-len(shown["group"]["kept"]) :].tolist()
+            answer = stream.ask("why?", max_new_tokens=64).text
+        assert client.post("/ask", json={"question": "why?"}).text == answer
+        client.post("/begin")
+        assert client.get("/view").json()["counts"]["frames"] == 0
+
+
+def test_a_webcam_is_watched_and_asked_about(bundles, monkeypatch, capsys):
+    """A module in place of OpenCV gives frames of an array, blue first; one has another size."""
+    frames = [FILM[0], FILM[1], FILM[2, :28], FILM[3]]
+    asked = threading.Event()
+
+    class Capture:
+        def __init__(self, camera):
+            assert camera == 0
+            self.left = list(frames)
+
+        def isOpened(self):
+            return True
+
+        def read(self):
+            if self.left:
+                return True, self.left.pop(0)[:, :, ::-1]
+            asked.set()
+            ended.wait(60)
+            return False, None
+
+        def release(self):
+            ended.set()
+
+    def typed():
+        asked.wait(60)
+        yield "why?\n"
+        ended.set()
+
+    ended, seconds = threading.Event(), iter(np.arange(20) / 2)
+    names = {"VideoCapture": Capture, "COLOR_BGR2RGB": 4}
+    cv2 = SimpleNamespace(cvtColor=lambda frame, _: frame[:, :, ::-1].copy(), **names)
+    monkeypatch.setitem(sys.modules, "cv2", cv2)
+    monkeypatch.setattr(sys, "stdin", typed())
+    module = example("watch_webcam")
+    monkeypatch.setattr(module, "OPTIONS", {"fps": 2})
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
+    module.main(str(bundles("eager")), str(CHECKPOINT))
+    printed = capsys.readouterr()
+    assert "84x28 pixels given" in printed.err
+    assert printed.out.endswith("  (4 frames)\n")
+    monkeypatch.setitem(sys.modules, "cv2", None)
+    with pytest.raises(SystemExit, match="pip install opencv-python-headless"):
+        example("watch_webcam")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -133,6 +134,28 @@ def test_an_hour_of_hostile_requests_harms_no_other_and_leaves_the_process_as_it
     if minutes >= 60:
         require_flat(found)
     record_property("minutes of hostile mix", minutes)
+
+
+def test_an_hour_of_frames_a_fifth_of_them_hostile_leaves_the_process_as_it_is(
+    bundle, tmp_path, record_property
+):
+    minutes, decoder = cases("minutes of frames"), tmp_path / "decoder"
+    # An hour has 7,200 positions, the checkpoint 4,096.
+    shutil.copytree(CHECKPOINT, decoder)
+    config = json.loads((decoder / "config.json").read_text())
+    config["text_config"]["max_position_embeddings"] = 16_384
+    (decoder / "config.json").write_text(json.dumps(config))
+    ran = printed("streaming", bundle, decoder, minutes, num_threads=2)
+    found = [Reading(**each) for each in ran["readings"]]
+    assert ran["taken"] == 120 * minutes == 120 * len(found)
+    assert ran["refused"] > 0.2 * ran["taken"]
+    # Two minutes fill what the stream may hold.
+    found = found[3:]
+    if minutes >= 60:
+        print(f"{ran['taken']} frames, {ran['refused']} refused;", account(found, step=120))
+        assert len(handles(found)) == 1
+        require_flat(found)
+    record_property("minutes of frames", minutes)
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,11 @@ def chosen_selector(
     parts = names.split(",") if names else []
     cells = tuple(sorted({name for name in parts if name in RULES}))
     methods = [name for name in parts if name not in RULES]
+    for name in cells:
+        if not RULES[name].is_packaged:
+            raise RequestError(
+                f"selector: '{name}' given, which is not compiled: streams prune by it eagerly. Leave it out."
+            )
     if cells and not takes_cells:
         raise UnsupportedError(
             f"towers of recipe '{recipe.name}' take whole items. Leave {', '.join(cells)} out of selector."

@@ -125,6 +125,8 @@ class TokenGraphs:
         run = self.packaged_cells.get(choice.name)
         build = self._selector_option(self.selection.selector.name, choice.name)
         misfit = "" if run else f"the bundle has no package of '{choice.name}' ({build})"
+        if not choice.rule.is_packaged:
+            misfit = f"'{choice.name}' is not compiled"
         return kept_cells(choice, cells_THWCB, run), self._form(misfit)
 
     def _selector_option(self, method: str, *cells: str) -> str:

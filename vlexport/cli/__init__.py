@@ -20,6 +20,7 @@ from vlexport.cli.options import Commands
 from vlexport.cli.output import failure, logs_printed, print_error, print_line, show_json
 from vlexport.cli.run import run as answer
 from vlexport.cli.sweep import sweep
+from vlexport.cli.watch import watch
 from vlexport.errors import MisfitError, VlexportError
 
 # Typer brings its own copy of click in newer versions; its public names lead to the classes of both.
@@ -65,7 +66,7 @@ def global_options(
 # In the order of the help.
 for group, commands in {
     "Build": (machine.demo, build.plan, build.build),
-    "Use": (encode, answer, sweep, bench.bench),
+    "Use": (encode, answer, watch, sweep, bench.bench),
     "Check": (bundles.inspect, bundles.verify, bundles.parity, bundles.report, compare, diff),
     "Share": (hub.push, hub.pull, bundles.repro, bundles.export_inputs),
     "This machine": (machine.list_, machine.doctor, machine.completion),

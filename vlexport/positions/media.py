@@ -24,7 +24,7 @@ def unpruned_times(item: PlacedMedia, rule: PositionRule) -> Tensor:
     if item.modality == "image":
         return torch.zeros(1, dtype=torch.int64)
     seconds = 1.0 if item.seconds_per_grid is None else _as_float32(item.seconds_per_grid)
-    return _double_times(item.grid[0], seconds * rule.tokens_per_second)
+    return _double_times(item.numbers, seconds * rule.tokens_per_second)
 
 
 def pruned_times(item: PlacedMedia, rule: PositionRule) -> Tensor:
@@ -38,8 +38,8 @@ def pruned_times(item: PlacedMedia, rule: PositionRule) -> Tensor:
         )
     seconds = _as_float32(item.seconds_per_grid)
     if rule.options.pruned_time == "float":
-        return _double_times(item.grid[0], seconds * rule.tokens_per_second)
-    return _scaled_times(item.grid[0], rule.tokens_per_second * int(seconds))
+        return _double_times(item.numbers, seconds * rule.tokens_per_second)
+    return _scaled_times(item.numbers, rule.tokens_per_second * int(seconds))
 
 
 def pruned_channels(item: PlacedMedia, rule: PositionRule, kept_K: Tensor) -> Tensor:
@@ -58,16 +58,16 @@ def _channels(times_T: Tensor, rows: int, columns: int) -> Tensor:
     return channels.view(-1, 4)
 
 
-def _scaled_times(frames: int, factor: float) -> Tensor:
+def _scaled_times(numbers: Sequence[int], factor: float) -> Tensor:
     if isinstance(factor, int):
-        return torch.arange(frames) * factor
+        return torch.tensor(numbers) * factor
     # The reference multiplies an int64 tensor by a Python float, which promotes to float32.
-    product_T = torch.arange(frames, dtype=torch.float32) * torch.tensor(factor, dtype=torch.float32)
+    product_T = torch.tensor(numbers, dtype=torch.float32) * torch.tensor(factor, dtype=torch.float32)
     return product_T.trunc().to(torch.int64)
 
 
-def _double_times(frames: int, factor: float) -> Tensor:
-    return (torch.arange(frames, dtype=torch.float64) * factor).trunc().to(torch.int64)
+def _double_times(numbers: Sequence[int], factor: float) -> Tensor:
+    return (torch.tensor(numbers, dtype=torch.float64) * factor).trunc().to(torch.int64)
 
 
 def _as_float32(seconds: float) -> float:

@@ -94,6 +94,7 @@ class PlacedMedia:
                        timestamps and markers too.
     grid               frames, rows and columns in patches, before merging.
     seconds_per_grid   time between two frames of the grid; needed when a video is pruned.
+    frame_numbers      which frames of a longer grid these are; empty for all from the first on.
     """
 
     modality: Modality
@@ -101,6 +102,7 @@ class PlacedMedia:
     length: int
     grid: Grid
     seconds_per_grid: float | None = None
+    frame_numbers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         check_choice("modality", self.modality, get_args(Modality))
@@ -118,6 +120,10 @@ class PlacedMedia:
     @property
     def end(self) -> int:
         return self.offset + self.length
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        return self.frame_numbers or range(self.grid[0])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

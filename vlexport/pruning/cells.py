@@ -22,20 +22,29 @@ class CellRule:
     is_rated     whether a rate says how many cells stay; else the pixels do
     by_frame     whether every frame has a budget of its own
     first_frame  whether the first frame stays whole
+    causal       whether what stays of a frame follows from it and the one before: the rate is of each later
+                 frame, not of them all
     """
 
     kinds: tuple[str, ...]
     is_rated: bool = True
     by_frame: bool = False
     first_frame: bool = False
+    causal: bool = False
+
+    @property
+    def is_packaged(self) -> bool:
+        """Whether a bundle may carry its graph; rules for streams look at two frames at a time."""
+        return not (self.causal and self.is_rated)
 
 
 RULES: Mapping[str, CellRule] = {
     "static": CellRule(kinds=("video",)),
     "static-frames": CellRule(kinds=("video",), by_frame=True),
     "delta": CellRule(kinds=("video",), by_frame=True, first_frame=True),
+    "delta-frames": CellRule(kinds=("video",), by_frame=True, first_frame=True, causal=True),
     "contrast": CellRule(kinds=("image",)),
-    "predicted": CellRule(kinds=("image", "video"), is_rated=False),
+    "predicted": CellRule(kinds=("image", "video"), is_rated=False, causal=True),
 }
 
 
@@ -72,8 +81,15 @@ class CellChoice:
     def num_kept(self, frames: int, per_frame: int) -> int:
         """Return how many cells stay by the rate."""
         assert self.rate is not None
+        if self.rule.causal:
+            return kept_frame_by_frame(frames, per_frame, self.rate)
         least = per_frame if self.rule.first_frame else 1
         return max(least, math.trunc(float(frames * per_frame) * (1.0 - self.rate)))
+
+
+def kept_frame_by_frame(frames: int, per_frame: int, rate: float) -> int:
+    """Return how many tokens stay where the first frame stays whole and each later one by the rate."""
+    return per_frame + (frames - 1) * max(1, math.trunc(float(per_frame) * (1.0 - rate)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from vlexport.errors import InputError
 from vlexport.positions.rules import Grid, check_rate
-from vlexport.pruning.selectors import C, Pruned, Selection, Selector, check_sizes, eager, prune_by
-from vlexport.pruning.snapped import snapped_dissimilarity, stored
+from vlexport.pruning.cells import kept_frame_by_frame
+from vlexport.pruning.selectors import C, Pruned, Selection, Selector, check_sizes, eager, prune_by, ranks
+from vlexport.pruning.snapped import STEPS, snapped_dissimilarity, stored
 
 # Above every dissimilarity (at most about 2) and exact in every dtype: the first frame always survives.
 FIRST_FRAME = 255.0
@@ -28,10 +29,12 @@ class EvsSelector(Selector):
     ties         "exact": in the arithmetic of the embeddings' own dtype, step by step rounded.
                  "snap": in exact integers, as multiples of 2**-10, so every backend keeps the same tokens
                  even where static scenes make thousands of scores equal up to the last bit.
+    by_frame     as many of every later frame, so that what stays of it needs no frame after it; "snap" alone
     plain_ops    without bit casts and strided views, which graph formats lack. Same numbers.
     """
 
     ties: Literal["exact", "snap"] = "exact"
+    by_frame: bool = False
     plain_ops: bool = False
 
     def __post_init__(self) -> None:
@@ -40,12 +43,14 @@ class EvsSelector(Selector):
 
     @property
     def name(self) -> str:
-        return "evs" if self.ties == "exact" else "evs-snap"
+        return "evs-frames" if self.by_frame else "evs" if self.ties == "exact" else "evs-snap"
 
     def least_kept(self, tokens_per_frame: C, frames: C) -> C:
         return tokens_per_frame
 
     def retained_count(self, tokens_per_frame: int, frames: int, rate: float) -> int:
+        if self.by_frame:
+            return kept_frame_by_frame(frames, tokens_per_frame, rate)
         return retained_count(tokens_per_frame, frames, rate)
 
     @property
@@ -59,7 +64,12 @@ class EvsSelector(Selector):
         changed_C = score(embeds_TND.flatten(0, 1), num_tokens, self.plain_ops)
         changed_C = torch.where(changed_C.isnan(), 1.0, changed_C)
         first_N = changed_C.new_full((num_tokens,), FIRST_FRAME)
-        return torch.cat([first_N, changed_C]).view(embeds_TND.shape[0], num_tokens)
+        scores_TN = torch.cat([first_N, changed_C]).view(embeds_TND.shape[0], num_tokens)
+        if not self.by_frame:
+            return scores_TN
+        budget = (num_kept - num_tokens) // torch.sym_max(embeds_TND.shape[0] - 1, 1)
+        is_kept_TN = ranks((scores_TN * STEPS).to(torch.int64)) < budget
+        return torch.cat([scores_TN[:1], is_kept_TN[1:].to(scores_TN.dtype)])
 
     def portable(self) -> Selector:
         return replace(self, plain_ops=True)

@@ -12,8 +12,13 @@ METHODS: dict[str, Selector] = {
     selector.name: selector
     for selector in (EvsSelector(), EvsSelector(ties="snap"), VidCom2Selector(), DivPruneSelector())
 }
-# Those by which a request may prune; no bundle has a graph of `relevance`, which depends on the question.
-REQUESTED: dict[str, Selector] = {**METHODS, "relevance": DivPruneSelector(asks=True)}
+# Those by which a request may prune. No bundle has a graph of `relevance`, which depends on the question, or
+# of `evs-frames`, which is for streams: of two frames at a time.
+REQUESTED: dict[str, Selector] = {
+    **METHODS,
+    "evs-frames": EvsSelector(ties="snap", by_frame=True),
+    "relevance": DivPruneSelector(asks=True),
+}
 
 
 def find_method(name: str) -> Selector:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vlexport.pruning.cells import RULES, CellChoice
-from vlexport.pruning.selectors import best
+from vlexport.pruning.selectors import best, ranks
 
 # Cells (T, H, W, C, B) and room for K indices to K indices, ascending, and how many of them count.
 Choose = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -96,6 +96,7 @@ SCORES: Mapping[str, Callable[[Tensor], Tensor]] = {
     "static": static,
     "static-frames": static,
     "delta": delta,
+    "delta-frames": delta,
     "contrast": contrast,
     "predicted": predicted,
 }
@@ -155,17 +156,7 @@ def _in_budgets(scores_THW: Tensor, num_kept: int, *, first_frame: bool) -> Tens
     left = num_kept - num_first * rows * columns
     share, rest = left // torch.sym_max(frames - num_first, 1), left % torch.sym_max(frames - num_first, 1)
     sum_T = torch.where(is_whole_T, -1, scores_THW.sum((1, 2)))
-    budget_T = torch.where(
-        is_whole_T, rows * columns, share + (_ranks(sum_T[None])[0] < rest).to(torch.int64)
-    )
-    is_kept_TN = _ranks(scores_THW.flatten(1)) < budget_T[:, None]
+    budget_T = torch.where(is_whole_T, rows * columns, share + (ranks(sum_T[None])[0] < rest).to(torch.int64))
+    is_kept_TN = ranks(scores_THW.flatten(1)) < budget_T[:, None]
     budgeted_THW: Tensor = is_kept_TN.to(torch.int64).unflatten(1, (rows, columns))
     return budgeted_THW
-
-
-def _ranks(scores_TN: Tensor) -> Tensor:
-    """Return the place of each score in descending order, from 0; of equals the first one comes first."""
-    count = scores_TN.shape[1]
-    place_N = torch.arange(count, device=scores_TN.device)
-    order_TN = (scores_TN * count - place_N).topk(count).indices
-    return torch.zeros_like(order_TN).scatter(1, order_TN, place_N.expand_as(order_TN))

@@ -155,6 +155,14 @@ def best(scores_R: Tensor, num_kept: int) -> Tensor:
     return index_R.new_zeros(num_kept + 1).scatter(0, slot_R, index_R)[:num_kept]
 
 
+def ranks(scores_TN: Tensor) -> Tensor:
+    """Return the place of each score in descending order, from 0; of equals the first one comes first."""
+    count = scores_TN.shape[1]
+    place_N = torch.arange(count, device=scores_TN.device)
+    order_TN = (scores_TN * count - place_N).topk(count).indices
+    return torch.zeros_like(order_TN).scatter(1, order_TN, place_N.expand_as(order_TN))
+
+
 def check_sizes(tokens_per_frame: int, frames: int) -> None:
     """Refuse a video without tokens."""
     if tokens_per_frame < 1 or frames < 1:

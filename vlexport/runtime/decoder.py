@@ -18,7 +18,7 @@ from vlexport.checkpoint.error_context import checkpoint_errors
 from vlexport.codec import check_fields
 from vlexport.errors import CheckpointError, InputError, LimitError, UnknownModelError, UnsupportedError
 from vlexport.recipe import HEAD, LanguageRule, Recipe
-from vlexport.runtime.memory import Memory, keep_states, register_attention
+from vlexport.runtime.memory import Mark, Memory, keep_states, register_attention
 from vlexport.runtime.moe import joined, stored_apart
 from vlexport.runtime.onednn_linear import choose_products
 from vlexport.runtime.tokenizer import CheckpointTokenizer
@@ -37,6 +37,16 @@ class Turn(Protocol):
 
         Levels are added to the hidden states, the first after layer 0.
         """
+
+
+class GrowingTurn(Turn, Protocol):
+    """A sequence that may grow, and return to an earlier place: what a stream of frames takes."""
+
+    def reserve(self, num_tokens: int) -> None: ...
+
+    def mark(self) -> Mark: ...
+
+    def rewind(self, mark: Mark) -> None: ...
 
 
 class Decoder(Protocol):
@@ -163,6 +173,15 @@ class TransformersTurn:
         levels = () if levels_LND is None else (to_device(levels_LND, device),)
         logits_V: Tensor = run(embeds_1ND, positions, memory, *levels)
         return logits_V.float()
+
+    def reserve(self, num_tokens: int) -> None:
+        self.memory.reserve(num_tokens)
+
+    def mark(self) -> Mark:
+        return self.memory.mark()
+
+    def rewind(self, mark: Mark) -> None:
+        self.memory.rewind(mark)
 
 
 def has_states(config: Any) -> bool:

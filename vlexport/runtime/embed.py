@@ -5,11 +5,12 @@ N prompt tokens, V rows of media, D width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from vlexport._build.token_graphs import TokenGraphs
 from vlexport.bundle.manifest import LAYOUT
@@ -41,20 +42,31 @@ class Embedder:
     levels: Sequence[str] = ()
 
     def embed(self, state: RequestState) -> RequestState:
+        return self.fill(self.place(state))
+
+    def place(self, state: RequestState) -> RequestState:
         with state.timing("positions"):
             state.positions = self._positions(state)
-            prompt = state.prompt
-            check_rows(prompt.placeholders, [len(item.embeds) for item in state.encoded])
-            embeds_ND = self.decoder.embed(torch.tensor(prompt.ids, dtype=torch.int64))
-            if state.encoded:
+            check_rows(state.prompt.placeholders, [len(item.embeds) for item in state.encoded])
+        return state
+
+    def fill(self, state: RequestState, start: int = 0) -> RequestState:
+        """Embed the columns of a placed prompt from `start` on."""
+        with state.timing("positions"):
+            ids, state.levels = state.prompt.ids, None
+            embeds_ND = self.decoder.embed(torch.tensor(ids[start:], dtype=torch.int64))
+            slots_V = visual_slots(state.prompt.placeholders, len(ids))
+            before = int((slots_V < start).sum())
+            slots_V = slots_V[before:] - start
+            if len(slots_V):
                 device, dtype = embeds_ND.device, embeds_ND.dtype
-                visual_VD = torch.cat([to_device(item.embeds, device).to(dtype) for item in state.encoded])
-                slots_V = visual_slots(prompt.placeholders, len(prompt.ids))
+
+                def rows_of(each: Iterable[Tensor]) -> Tensor:
+                    return torch.cat([to_device(rows, device).to(dtype) for rows in _after(before, each)])
+
+                visual_VD = rows_of(item.embeds for item in state.encoded)
                 embeds_ND = merge_visual(embeds_ND, visual_VD, to_device(slots_V, device))
-                levels = [
-                    torch.cat([to_device(item.layers[name], device).to(dtype) for item in state.encoded])
-                    for name in self.levels
-                ]
+                levels = [rows_of(item.layers[name] for item in state.encoded) for name in self.levels]
                 state.levels = MediaLevels(rows=torch.stack(levels), columns=slots_V) if levels else None
             state.embeds = embeds_ND
         return state
@@ -74,6 +86,7 @@ class Embedder:
                 length=room.length,
                 grid=self._grid(item),
                 seconds_per_grid=1.0 if self.counts_frames else item.seconds_per_grid,
+                frame_numbers=item.frame_numbers,
             )
             for room, item in zip(state.prompt.placeholders, state.encoded, strict=True)
         ]
@@ -90,3 +103,10 @@ class Embedder:
             write_kept = partial(self.graphs.write_kept, forms=state.forms)
             return pruned_positions(len(ids), media, kept, self.rule, write=write_kept)
         return initial_positions(ids, media, self.rule, pruned=state.is_pruned, write=write)
+
+
+def _after(num_rows: int, each: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield rows of several tensors without the first so many."""
+    for rows in each:
+        yield rows[num_rows:]
+        num_rows = max(0, num_rows - len(rows))

@@ -26,7 +26,8 @@ DOMAIN = "vlexport embeddings 1"
 
 def pixels_key(pixels: Pixels, settings: Mapping[str, object]) -> bytes:
     """Return the key of decoded frames under these settings."""
-    times = {"rate": pixels.frames_per_second, "times": pixels.seconds}
+    times = {"rate": pixels.frames_per_second, "times": pixels.seconds, "first": pixels.first}
+    times |= {"size": pixels.size}
     what = {"of": "pixels", "kind": pixels.kind, **times}
     return _key(what, pixels.frames, settings)
 
@@ -41,6 +42,7 @@ def item_key(item: MediaItem, settings: Mapping[str, object]) -> bytes:
         "slices": item.slices,
         "groups": item.frame_groups,
         "times": item.frame_seconds,
+        "numbers": item.frame_numbers,
         "cells": None if item.cells is None else item.cells.tolist(),
     }
     return _key(what, item.patches, settings)

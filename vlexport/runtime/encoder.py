@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -170,6 +171,7 @@ class EngineSession:
                 frame_seconds=item.frame_seconds,
                 slices=item.slices,
                 frame_groups=item.frame_groups,
+                frame_numbers=item.frame_numbers,
                 layers={name: parts[name][index] for name in others},
                 **self.kept_of(item, parts[main][index]),
             )
@@ -398,10 +400,35 @@ class Encoder:
             embeds=rows,
             grid=item.grid,
             frame_groups=item.frame_groups,
+            frame_numbers=item.frame_numbers,
             layers={name: torch.cat([part.encoded.layers[name] for part in done]) for name in first.layers},
             **self.session.kept_of(item, rows),
         )
         return EncoderOutput(encoded=whole, seconds=sum(part.seconds for part in done))
+
+
+class SharedCalls:
+    """Encodes what several threads give at the same time in as few calls as it takes."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        self.encoder = encoder
+        self._waiting: list[tuple[EncoderInput, list[EncoderOutput | VlexportError]]] = []
+        self._list, self._turn = threading.Lock(), threading.Lock()
+
+    def encode(self, item: EncoderInput) -> EncoderOutput | VlexportError:
+        """Encode an item in the next call, together with all that wait for it."""
+        outcome: list[EncoderOutput | VlexportError] = []
+        with self._list:
+            self._waiting.append((item, outcome))
+        with self._turn:
+            if not outcome:
+                with self._list:
+                    waiting, self._waiting = self._waiting, []
+                made = self.encoder.encode([each for each, _ in waiting])
+                for (_, place), each in zip(waiting, made, strict=True):
+                    # Rows of one call share memory, which the longest-lived would keep for all.
+                    place.append(_of(each, len(waiting) == 1))
+        return outcome[0]
 
 
 def _largest(height: int, width: int, is_too_large: Callable[[int, int], bool]) -> tuple[int, int]:

@@ -18,14 +18,14 @@ from vlexport.codec import check_fields
 from vlexport.errors import InputError, UnsupportedError, VlexportError
 from vlexport.positions.rules import FrameMarkers, PositionOptions, PositionRule, decode_positions
 from vlexport.recipe import LanguageRule
-from vlexport.runtime.decoder import Decoder, DecoderOptions, Language, no_language
+from vlexport.runtime.decoder import Decoder, DecoderOptions, Language, Turn, no_language
 from vlexport.runtime.embed import Embedder
 from vlexport.runtime.encoder import Encoder, EncoderOptions, EncoderOutput
 from vlexport.runtime.outputs import Answer, MediaReport, Piece, attempt_all, outcome_of, value_of
 from vlexport.runtime.preprocess import MediaReader, Preprocessor
 from vlexport.runtime.prompt import Prompter
 from vlexport.runtime.prune import Pruner, PruningOptions
-from vlexport.runtime.request import Generation, Request, RequestLimits, RequestState
+from vlexport.runtime.request import Generation, MediaLevels, Request, RequestLimits, RequestState
 from vlexport.runtime.tokenizer import CheckpointTokenizer, Detokenizer
 
 OnPiece = Callable[[int, Piece], None]
@@ -151,7 +151,7 @@ class AnswerGenerator:
             if token_id in ends or text.stopped or len(text.ids) >= generation.max_new_tokens:
                 break
             with state.timing("decode"):
-                at = len(state.embeds) + len(text.ids) - 1
+                at = table_RN.shape[1] + len(text.ids) - 1
                 positions_R1 = decode_positions(state.positions.delta, at, rows=len(table_RN))
                 token_id = sampler.choose(
                     turn.step(self.language.decoder.embed(torch.tensor([token_id])), positions_R1)
@@ -219,26 +219,43 @@ def _encoded(state: RequestState, outcomes: Sequence[EncoderOutput | VlexportErr
     return state
 
 
-def prefill(decoder: Decoder, state: RequestState) -> RequestState:
-    """Feed the whole prompt to the decoder, chunk by chunk; a chunk's size changes no token."""
+def prefill(decoder: Decoder, state: RequestState, turn: Turn | None = None) -> RequestState:
+    """Feed a prompt to the decoder, chunk by chunk; a chunk's size changes no token.
+
+    turn  what has the prompt's beginning already; the state then has embeddings of the rest
+    """
     generation, embeds_ND = state.request.generation, state.embeds
-    step = generation.prefill_chunk or CHUNK
+    table_RN = state.positions.table_RN[:, state.positions.table_RN.shape[1] - len(embeds_ND) :]
     with state.timing("prefill"):
-        turn = decoder.begin(len(embeds_ND) + generation.max_new_tokens)
-        for start in range(0, len(embeds_ND), step):
-            chunk = slice(start, start + step)
-            rows_ND, positions_RN = embeds_ND[chunk], state.positions.table_RN[:, chunk]
-            levels = state.levels.between(start, start + len(rows_ND)) if state.levels else ()
-            logits_V = turn.step(rows_ND, positions_RN, *levels)
+        turn = turn or decoder.begin(len(embeds_ND) + generation.max_new_tokens)
+        logits_V = feed(turn, embeds_ND, table_RN, state.levels, generation.prefill_chunk or CHUNK)
     state.turn, state.logits, state.levels = turn, logits_V, None
     return state
 
 
-class Stream:
-    """Pieces of an answer as they come; `answer` is there when they are exhausted."""
+def feed(
+    turn: Turn, embeds_ND: Tensor, table_RN: Tensor, levels: MediaLevels | None, step: int = CHUNK
+) -> Tensor:
+    """Give a turn columns of a prompt, and return the logits [V] after the last."""
+    for start in range(0, len(embeds_ND), step):
+        chunk = slice(start, start + step)
+        rows_ND, positions_RN = embeds_ND[chunk], table_RN[:, chunk]
+        terms = levels.between(start, start + len(rows_ND)) if levels else ()
+        logits_V = turn.step(rows_ND, positions_RN, *terms)
+    return logits_V
 
-    def __init__(self, pieces: Generator[Piece, None, Answer]) -> None:
+
+class Stream:
+    """Pieces of an answer as they come; `answer` is there when they are exhausted.
+
+    release  called once, when the last piece was taken, the answer failed, or the stream is closed
+    """
+
+    def __init__(
+        self, pieces: Generator[Piece, None, Answer], release: Callable[[], None] = lambda: None
+    ) -> None:
         self._pieces = pieces
+        self._release = release
         self.answer: Answer | None = None
 
     def __iter__(self) -> Iterator[Piece]:
@@ -249,8 +266,10 @@ class Stream:
             return next(self._pieces)
         except StopIteration as end:
             self.answer = end.value or self.answer
+            self._end()
             raise StopIteration from None
         except Exception as error:  # noqa: BLE001  a request's outcome, whatever it is
+            self._end()
             outcome = outcome_of(error)
             raise outcome from outcome.__cause__
 
@@ -261,6 +280,11 @@ class Stream:
     def close(self) -> None:
         """Stop here and give the cache's memory back."""
         self._pieces.close()
+        self._end()
+
+    def _end(self) -> None:
+        release, self._release = self._release, lambda: None
+        release()
 
 
 def in_thread(call: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:

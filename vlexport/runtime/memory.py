@@ -9,6 +9,7 @@ R width of a state, C channels of the convolution, W its window less one.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -16,6 +17,14 @@ import torch
 from torch import Tensor, nn
 
 ATTENTION = "vlexport"
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A place in a sequence to return to: tokens up to it, and the states after them."""
+
+    num_tokens: int
+    states: dict[int, tuple[Tensor, Tensor]]
 
 
 # transformers' DynamicCache (5.23) gives the same logits bit for bit, but copies all keys and values for
@@ -49,6 +58,26 @@ class Memory:
         if before or show_all:
             places_S = torch.arange(self.length if show_all else after, device=self.places_N.device)
             self.mask_11NS = (places_S[None] <= self.places_N[:, None])[None, None]
+
+    def reserve(self, length: int) -> None:
+        """Make room for so many tokens; what is kept stays."""
+        if length <= self.length:
+            return
+        self.length = length
+        for layer, (keys_KSD, values_KSD) in self.kept.items():
+            grown = []
+            for rows_KSD in (keys_KSD, values_KSD):
+                more_KSD = rows_KSD.new_zeros(rows_KSD.shape[0], length, rows_KSD.shape[2])
+                more_KSD[:, : self.num_tokens] = rows_KSD[:, : self.num_tokens]
+                grown.append(more_KSD)
+            self.kept[layer] = grown[0], grown[1]
+
+    def mark(self) -> Mark:
+        # States are replaced, never written into.
+        return Mark(self.num_tokens, dict(self.states))
+
+    def rewind(self, mark: Mark) -> None:
+        self.num_tokens, self.states = mark.num_tokens, dict(mark.states)
 
     def update(self, layer: int, keys_1KND: Tensor, values_1KND: Tensor) -> tuple[Tensor, Tensor]:
         if layer not in self.kept:

@@ -31,8 +31,9 @@ class Encoded:
     """Tokens of one item: `embeds` [tokens, width], its grid in patches, seconds between grid frames.
 
     `layers` are further outputs of the tower by name, a row for each of `embeds`; `frame_seconds`, `slices`,
-    `frame_groups` those of the item. After pruning `embeds` and `layers` hold the kept rows only, `kept`
-    their indices, `mask` all tokens' fate, and `form` is how it ran: `compiled`, or `eager` with the reason.
+    `frame_groups`, `frame_numbers` those of the item. After pruning `embeds` and `layers` hold the kept rows
+    only, `kept` their indices, `mask` all tokens' fate, and `form` is how it ran: `compiled`, or `eager` with
+    the reason.
     """
 
     kind: str
@@ -45,6 +46,7 @@ class Encoded:
     frame_seconds: tuple[float, ...] = ()
     slices: tuple[tuple[int, int], ...] = ()
     frame_groups: tuple[tuple[int, ...], ...] = ()
+    frame_numbers: tuple[int, ...] = ()
     form: str | None = None
 
     def __post_init__(self) -> None:

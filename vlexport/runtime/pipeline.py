@@ -21,7 +21,7 @@ from vlexport.media import MediaLimits, kind_of
 from vlexport.pruning.cells import Pruning
 from vlexport.recipe import Recipe
 from vlexport.runtime.decoder import Language, language_of
-from vlexport.runtime.encoder import Encoder, EngineSession
+from vlexport.runtime.encoder import Encoder, EngineSession, SharedCalls
 from vlexport.runtime.generate import (
     AnswerGenerator,
     AsyncStream,
@@ -35,10 +35,18 @@ from vlexport.runtime.outputs import Answer, Encoded, attempt, attempt_all, coun
 from vlexport.runtime.preprocess import MediaReader, check_patches
 from vlexport.runtime.prune import Pruner
 from vlexport.runtime.request import NOTHING, EncoderInput, Message, Request, many
+from vlexport.runtime.video_stream import StreamOptions, VideoStream
 from vlexport.specs import MediaItem, Pixels, check_frame_rate
 
 if TYPE_CHECKING:
-    from vlexport.runtime.request import MediaOptions, PruningKeywords, RequestOptions, Source
+    from vlexport.runtime.request import (
+        ImageSource,
+        MediaOptions,
+        PruningKeywords,
+        RequestOptions,
+        Source,
+    )
+    from vlexport.runtime.video_stream import StreamKeywords
 
     Sources = list[Source] | tuple[Source, ...]
     ReadOne = Callable[[tuple[str | None, Source]], EncoderInput]
@@ -71,6 +79,7 @@ class Pipeline:
         packing = self.session.packing
         self.pruner = Pruner(recipe, packing.merge, self.graphs, takes_cells=packing.takes_cells)
         self.language = language
+        self._calls = SharedCalls(self.encoder)
         self._generator = (
             AnswerGenerator(self.encoder, self.pruner, language, self.options) if language else None
         )
@@ -198,6 +207,26 @@ class Pipeline:
             async for _ in pieces:
                 pass
         return pieces.require_answer()
+
+    def watch(
+        self,
+        *,
+        messages: Sequence[Message] = (),
+        images: ImageSource | Iterable[ImageSource] = (),
+        **options: Unpack[StreamKeywords],
+    ) -> VideoStream:
+        """Return a stream that takes a clip frame by frame and answers questions about what has come so far.
+
+        messages, images  of the conversation before the clip
+        options           fields of `StreamOptions`
+
+            with pipeline.watch(fps=2) as stream:
+                stream.push(frame)
+                stream.ask("What is there?").text
+        """
+        steps = self.require_generator()
+        encoded = self.encode(images=images) if many(images) else []
+        return VideoStream(steps, self._calls, StreamOptions(**options), messages, encoded)
 
     def encode_each(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -202,6 +203,7 @@ class MediaReader:
             frame_seconds=encoded.frame_seconds,
             slices=encoded.slices,
             frame_groups=encoded.frame_groups,
+            frame_numbers=encoded.frame_numbers,
         )
         total = self.session.num_tokens(item)
         if encoded.kept is not None:
@@ -314,6 +316,13 @@ def _check_slices(kind: str, encoded: Encoded) -> None:
     count = len(encoded.slices) or encoded.grid[0]
     sides = all(1 <= side < 2**12 for rows, columns in encoded.slices for side in (rows, columns))
     numbers = [number for group in encoded.frame_groups for number in group]
+    shown = encoded.frame_numbers
+    ascending = all(0 <= before < after for before, after in itertools.pairwise((*shown, 2**31)))
+    if shown and (len(shown) != encoded.grid[0] or not ascending):
+        raise InputError(
+            f"{kind}: frame_numbers {shown} given; {encoded.grid[0]} ascending whole numbers expected, one "
+            "for each frame of the grid."
+        )
     if not sides or (numbers and (len(numbers) != count or not all(map(len, encoded.frame_groups)))):
         raise InputError(
             f"{kind}: slices {encoded.slices} and frame_groups {encoded.frame_groups} given; rows and "

@@ -272,7 +272,7 @@ def _fitted(
 
 def to_patches(rule: PatchRule, pixels: Pixels) -> MediaItem:
     """Resize, normalise unless bytes are wanted, and cut one item; an odd last frame is repeated."""
-    frames_TCHW = _resize(rule, pixels.kind, channels_first(pixels.frames))
+    frames_TCHW = _resize(rule, pixels)
     short = -len(frames_TCHW) % rule.temporal
     if short:
         frames_TCHW = torch.cat([frames_TCHW, frames_TCHW[-1:].expand(short, -1, -1, -1)])
@@ -306,9 +306,17 @@ def channels_first(frames_THWC: Tensor) -> Tensor:
     return frames_THWC.permute(0, 3, 1, 2)
 
 
-def _resize(rule: PatchRule, kind: str, frames_TCHW: Tensor) -> Tensor:
+def _resize(rule: PatchRule, pixels: Pixels) -> Tensor:
+    frames_TCHW = channels_first(pixels.frames)
+    size = pixels.size or resized_sides(rule, pixels.kind, len(frames_TCHW), *frames_TCHW.shape[2:])
+    if size == frames_TCHW.shape[2:]:
+        return frames_TCHW
+    return resample(frames_TCHW, *size, RESAMPLE_MODES[rule.resample])
+
+
+def resized_sides(rule: PatchRule, kind: str, num_frames: int, height: int, width: int) -> tuple[int, int]:
+    """Return rows and columns that so many frames of this size are resized to."""
     bounds = rule.image if kind == "image" else rule.video
-    height, width = frames_TCHW.shape[2:]
     factor = rule.patch * rule.merge
     if not bounds.resize:
         if height % factor or width % factor:
@@ -316,19 +324,15 @@ def _resize(rule: PatchRule, kind: str, frames_TCHW: Tensor) -> Tensor:
                 f"frames of {width}x{height} pixels: this checkpoint does not resize, "
                 f"multiples of {factor} expected."
             )
-        return frames_TCHW
+        return height, width
     if bounds.frames is not None:
-        rows, columns = volume_size(len(frames_TCHW), height, width, factor, bounds)
-    else:
-        high = bounds.max_pixels
-        if bounds.video_tokens is not None:
-            # nine tenths of the token budget, shared evenly by the groups of frames
-            share = int(bounds.video_tokens * factor * factor * 0.9) * rule.temporal // len(frames_TCHW)
-            high = max(min(high, share), int(bounds.min_pixels * 1.05))
-        rows, columns = target_size(height, width, factor, bounds.min_pixels, high)
-    if (rows, columns) == (height, width):
-        return frames_TCHW
-    return resample(frames_TCHW, rows, columns, RESAMPLE_MODES[rule.resample])
+        return volume_size(num_frames, height, width, factor, bounds)
+    high = bounds.max_pixels
+    if bounds.video_tokens is not None:
+        # nine tenths of the token budget, shared evenly by the groups of frames
+        share = int(bounds.video_tokens * factor * factor * 0.9) * rule.temporal // num_frames
+        high = max(min(high, share), int(bounds.min_pixels * 1.05))
+    return target_size(height, width, factor, bounds.min_pixels, high)
 
 
 def resample(frames_TCHW: Tensor, rows: int, columns: int, mode: str) -> Tensor:
@@ -371,7 +375,7 @@ def frame_seconds(pixels: Pixels, group: int) -> tuple[float, ...]:
     rate, times = pixels.frames_per_second, list(pixels.seconds)
     if pixels.kind != "video" or (rate is None and not times):
         return ()
-    times = times or [number / rate for number in range(len(pixels.frames)) if rate]
+    times = times or [(pixels.first + number) / rate for number in range(len(pixels.frames)) if rate]
     times += times[-1:] * (-len(times) % group)
     return tuple((times[at] + times[at + group - 1]) / 2 for at in range(0, len(times), group))
 
