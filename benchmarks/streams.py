@@ -1,0 +1,137 @@
+"""Frames as they come: what a pair takes after a thousand others, and how soon an answer begins.
+
+`python -m benchmarks.streams FOLDER [--page FILE]` builds the tower of the plan `full` (width 1280). A pair
+counts from its second frame to the decoder's memory. A question is put in turn to a stream
+of 64 frames and to the same frames as one clip, of which nothing is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.answers import FRAMES_PER_SECOND, NOTHING_KEPT, WORDS
+from benchmarks.plans import FULL
+from benchmarks.tables import markdown, write_between
+from benchmarks.towers import default_recipe, write_tower
+from vlexport._build.build import build_checkpoint
+from vlexport._build.request import request
+from vlexport.backends import Options
+from vlexport.checkpoint import Checkpoint
+from vlexport.evaluate.intervals import paired
+from vlexport.runtime.pipeline import Pipeline, load
+from vlexport.runtime.request import Generation, Request
+from vlexport.runtime.video_stream import VideoStream
+from vlexport.specs import Pixels
+
+BEGIN = "<!-- streams, written by `python -m benchmarks.streams` -->"
+END = "<!-- end of streams -->"
+BACKEND = "onnxruntime"
+PAIRS, PART, SIDE = 1_000, 200, 56
+FRAMES, FILM_SIDE, SHARE = 64, 224, 0.2
+ONE_TOKEN = Generation(max_new_tokens=1, ignore_end=True)
+
+
+def noise(frames: int, side: int) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(0)
+    return torch.randint(0, 256, (frames, side, side, 3), dtype=torch.uint8, generator=draw)
+
+
+def pairs(pipeline: Pipeline) -> tuple[str, ...]:
+    """Return a line on the last pairs of a long stream, in turn with those of short ones."""
+    frames, seconds = noise(16, SIDE), dict[str, list[float]](long=[], short=[])
+
+    def push(stream: VideoStream, number: int) -> float:
+        stream.push(frames[2 * number % 16])
+        begun = time.perf_counter()
+        stream.push(frames[(2 * number + 1) % 16])
+        return time.perf_counter() - begun
+
+    with pipeline.watch(fps=FRAMES_PER_SECOND, max_tokens=4_050) as long:
+        for number in range(PAIRS - PART):
+            push(long, number)
+        at = long.counts
+        # A short stream begins anew after ten pairs, so both are timed under the same load.
+        for first in range(PAIRS - PART, PAIRS, 10):
+            with pipeline.watch(fps=FRAMES_PER_SECOND) as short:
+                push(short, 0)
+                for number in range(first, first + 10):
+                    seconds["long"].append(push(long, number))
+                    seconds["short"].append(push(short, number))
+        rows, prefilled = (
+            (getattr(long.counts, name) - getattr(at, name)) / PART for name in ("rows", "prefilled")
+        )
+    middle = (f"{1000 * statistics.median(seconds[name]):.1f}" for name in ("short", "long"))
+    return f"{rows:g}", f"{prefilled:g}", *middle, str(paired(seconds["long"], seconds["short"]))
+
+
+def first_tokens(pipeline: Pipeline, rounds: int) -> tuple[str, ...]:
+    """Return a line on how soon an answer begins, of a stream and of a clip."""
+    film = noise(FRAMES, FILM_SIDE)
+    clip = Request(
+        prompt=WORDS,
+        videos=[Pixels(kind="video", frames=film, frames_per_second=FRAMES_PER_SECOND)],
+        generation=ONE_TOKEN,
+    )
+    seconds: dict[str, list[float]] = {"stream": [], "clip": []}
+    with pipeline.watch(fps=FRAMES_PER_SECOND) as stream:
+        for frame in film:
+            stream.push(frame)
+        for number in range(-1, rounds):
+            for name in ("stream", "clip"):
+                begun = time.perf_counter()
+                if name == "stream":
+                    answer = stream.ask(Request(prompt=WORDS, generation=ONE_TOKEN))
+                else:
+                    whole = pipeline.generate(clip)
+                if number >= 0:
+                    seconds[name].append(time.perf_counter() - begun)
+            if answer.prompt_token_ids != whole.prompt_token_ids:
+                raise SystemExit("streams: prompts differ")
+    ratio = paired(seconds["stream"], seconds["clip"])
+    middle = (f"{statistics.median(seconds[name]):.3f}" for name in ("stream", "clip"))
+    return (
+        f"{len(answer.prompt_token_ids)}",
+        *middle,
+        str(ratio),
+        "met" if ratio.median <= SHARE else "missed",
+    )
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measure, print, and write the page where wanted."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.streams", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--page", type=Path, help="Markdown page whose marked part is rewritten")
+    given = parser.parse_args(arguments)
+    threads = os.cpu_count() or 1
+    torch.set_num_threads(threads)
+    recipe, options = default_recipe(), Options(threads=threads)
+    source = Checkpoint.open(write_tower(given.folder / "checkpoint", recipe, FULL.size, FULL.decoder))
+    spec = request(source, recipe=recipe, backend=BACKEND, into=given.folder / "engines")
+    bundle = build_checkpoint(spec).require_passed()
+    with load(bundle.path, decoder=source, options=options, runtime=NOTHING_KEPT) as pipeline:
+        grown, begun = pairs(pipeline), first_tokens(pipeline, given.rounds)
+    tower = f"{BACKEND}, tower of width {FULL.size.width}, depth {FULL.size.depth}, float32"
+    about = f"{tower}, {threads} threads, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}."
+    head = ("rows", "prefilled", "first pairs, ms", f"pairs up to {PAIRS}, ms", "ratio")
+    columns = ("prompt, tokens", "stream, s", "clip, s", "ratio", f"goal of {SHARE}")
+    sides = f"{SIDE}x{SIDE}", f"{FILM_SIDE}x{FILM_SIDE}"
+    pushed = f"{about} Pairs of frames of {sides[0]}, of streams of ten and of one of {PAIRS}, in turn:"
+    asked = f"The first token about {FRAMES} frames of {sides[1]}, {given.rounds} rounds:"
+    text = "\n".join((pushed, "", *markdown(head, [grown]), "", asked, "", *markdown(columns, [begun])))
+    sys.stdout.write(text + "\n")
+    if given.page:
+        write_between(given.page, BEGIN, END, text + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
