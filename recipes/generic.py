@@ -117,6 +117,7 @@ def reference(checkpoint: Checkpoint) -> StockFeatures:
 
 
 ORIGIN = "52 of 58 tiny classes on ONNX Runtime differ from themselves by at most 2.6e-6 (docs/generic.md)"
+BFLOAT16_ORIGIN = "53 tiny classes in bfloat16 are off from themselves by at most 0.096, one token by 0.27"
 
 RECIPE = Recipe(
     name="generic",
@@ -131,5 +132,8 @@ RECIPE = Recipe(
     reference=reference,
     position_rule="linear",
     pruning_rule=None,
-    limits={"float32": Limit(relative_l2=1e-5, worst_token=5e-5, origin=ORIGIN)},
+    limits={
+        "float32": Limit(relative_l2=1e-5, worst_token=5e-5, origin=ORIGIN),
+        "bfloat16": Limit(relative_l2=0.15, worst_token=0.3, origin=BFLOAT16_ORIGIN),
+    },
 )

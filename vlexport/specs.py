@@ -172,9 +172,13 @@ class Precision:
     quantisation: Quantisation | None = None
 
 
+# What towers call their list of blocks; classes of transformers have several names.
+BLOCKS = frozenset({"blocks", "layers", "layer"})
+
+
 def is_quantizable(name: str, num_axes: int) -> bool:
     """Return whether a tensor is a matrix of a block; other layers are a few percent of weights and work."""
-    return num_axes == 2 and "blocks" in name.split(".")
+    return num_axes == 2 and not BLOCKS.isdisjoint(name.split("."))
 
 
 def union(profiles: Sequence[ShapeProfile]) -> ShapeProfile:

@@ -59,7 +59,10 @@ def judge(recipe_name: str, folder: Path, lanes: Sequence[str]) -> tuple[str, di
         "padded": lambda: _structure(recipe, plain, "padded"),
         "cu_seqlens": lambda: _structure(recipe, plain, "cu_seqlens"),
         "bytes": lambda: _structure(recipe, plain, "grouped", "uint8"),
-        "half": lambda: chain(_half(recipe, plain, "bfloat16"), _half(recipe, spiky, "float16")),
+        "half": lambda: chain(
+            _half(recipe, plain, "bfloat16"),
+            _half(recipe, spiky, "float16") if "float16" in recipe.limits else (),
+        ),
         "gate": lambda: _gate(recipe, plain),
         "onnxruntime": lambda: _translated(recipe, plain, "onnxruntime"),
         "portable": lambda: _portable(recipe, plain),

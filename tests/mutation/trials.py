@@ -28,6 +28,8 @@ CLASSES = {
     "cubic": "glm4v",
     "strip": "mistral3",
     "pooled": "siglip2",
+    "square pools": "gemma3",
+    "shuffled": "internvl",
 }
 
 

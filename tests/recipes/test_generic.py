@@ -16,9 +16,12 @@ from vlexport.recipes import generic
 
 from benchmarks.classes import PIXELS, random_state, tiny, tried, write_checkpoint
 from tests.cli.lines import vlexport
+from vlexport._build.build import build_checkpoint
+from vlexport._build.request import request
 from vlexport.checkpoint import Checkpoint
 from vlexport.codec import canonical, decode, encode, parse
 from vlexport.errors import CheckpointError, InputError
+from vlexport.parity.report import ParityReport
 from vlexport.parity.samples import random_items
 from vlexport.recipe import recipe_for, tried_classes
 from vlexport.specs import Pixels
@@ -151,6 +154,29 @@ def test_infinity_in_settings_is_read_as_transformers_writes_it():
 def test_a_bundle_passes_and_encodes_a_mix_that_was_not_traced(model_type, tmp_path):
     found = tried(model_type, tmp_path)
     assert found["exports"], found
+
+
+ROUNDED = (
+    ("eager", "bfloat16"), ("inductor", "bfloat16"), ("openvino", "bfloat16"), ("onnxruntime", "int8"),
+    ("openvino", "int8"),
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["glm4v", "gemma3", "internvl", "siglip2"])
+def test_rounded_bundles_pass_and_lose_what_the_class_loses(model_type, tmp_path, subtests):
+    checkpoint = Checkpoint.open(write_checkpoint(model_type, tmp_path / model_type))
+    for backend, kind in ROUNDED:
+        with subtests.test(f"{backend} {kind}"):
+            precision: dict[str, Any] = {"quantize": kind} if kind == "int8" else {"dtype": kind}
+            spec = request(checkpoint, backend=backend, recipe="generic", into=tmp_path, **precision)
+            bundle = build_checkpoint(spec, lambda *_: None).require_passed()
+            rows = ParityReport.from_json(bundle.verdict.table).rows
+            ratios = [row.metrics["ratio"] for row in rows if "ratio" in row.metrics]
+            assert ratios
+            if backend == "onnxruntime":
+                # The same integers of the same matrices; 0.02 measured, of values at half a step.
+                assert max(abs(ratio - 1) for ratio in ratios) < 0.05
 
 
 def picture(height: int, width: int) -> Pixels:

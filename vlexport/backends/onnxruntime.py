@@ -129,7 +129,7 @@ class OnnxRuntime(Backend):
         for fusion in fusions.FUSIONS:
             fusions.fuse(model, fusion)
         if graph.quantisation is not None:
-            quantize.check_complete(quantize.multiply(model), graph.program.state_dict)
+            quantize.check_complete(quantize.multiply(model), quantize.read_weights(graph.program))
         passes.drop_unused(model)
         passes.save(model, out / MODEL, WEIGHTS)
 

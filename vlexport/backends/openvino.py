@@ -98,7 +98,7 @@ class OpenVino(Backend):
         opset = HALF_OPSET if graph.dtype == "bfloat16" else to_onnx.OPSET
         model = to_onnx.graph_model(graph, opset, unguarded=True)
         if graph.quantisation is not None:
-            quantize.check_complete(quantize.store(model), graph.program.state_dict)
+            quantize.check_complete(quantize.store(model), quantize.read_weights(graph.program))
         passes.settle_shapes(model)
         passes.split_projections(model)
         passes.split_hidden(model)

@@ -98,7 +98,12 @@ def split_projections(model: ir.Model) -> int:
 
 def is_linear(node: ir.Node | None) -> bool:
     """Return whether a node computes `x @ weight.T + bias`."""
-    if node is None or node.op_type != "Gemm" or len(node.inputs) != 3:
+    return node is not None and len(node.inputs) == 3 and is_product(node)
+
+
+def is_product(node: ir.Node) -> bool:
+    """Return whether a node computes `x @ weight.T`, with a bias or without."""
+    if node.op_type != "Gemm":
         return False
     plain = all(node.attributes.get_float(name, 1.0) == 1.0 for name in ("alpha", "beta"))
     return plain and [node.attributes.get_int(name, 0) for name in ("transA", "transB")] == [0, 1]

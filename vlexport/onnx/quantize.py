@@ -13,7 +13,7 @@ third more accuracy. Products are summed in 32 bits, then scaled.   N rows, O ou
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +25,12 @@ from onnxscript.values import Op
 
 from vlexport.errors import UnsupportedError
 from vlexport.onnx.attention import CONTRIB, DOMAIN, OURS, THEIRS, define
-from vlexport.onnx.passes import constant, is_linear, take_over
+from vlexport.onnx.passes import constant, is_product, take_over
 from vlexport.specs import is_quantizable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.export import ExportedProgram
 
 LARGEST: Final = 127
 
@@ -82,13 +86,14 @@ def multiply(model: ir.Model) -> list[str]:
     """Turn linear layers of blocks into products of integers; return the names of the weights."""
     layers = list(_layers(model.graph))
     rounded: dict[ir.Value, ir.Node] = {}
-    for node, _ in layers:
-        x, weight, bias = node.inputs
+    for node, name in layers:
+        x, weight, *biases = node.inputs
         assert x is not None
         if x not in rounded:
             rounded[x] = ir.node("RoundedRows", [x], domain=DOMAIN, num_outputs=2)
             model.graph.insert_before(node, rounded[x])
         integers_CO, scale_O = _stored(model.graph, weight, turned=True)
+        bias = biases[0] if biases else constant(model.graph, f"{name}.bias", _zeros(scale_O))
         inputs = [*rounded[x].outputs, integers_CO, scale_O, bias]
         product = ir.node("IntegerLinear", inputs, domain=DOMAIN)
         model.graph.insert_before(node, product)
@@ -122,8 +127,20 @@ def check_complete(stored: list[str], weights: Mapping[str, Sized]) -> None:
         )
 
 
+def read_weights(program: ExportedProgram) -> dict[str, Tensor]:
+    """Return the weights that results depend on; a class may have layers whose results it does not take."""
+    waiting = [node for node in program.graph.nodes if node.op == "output"]
+    read = set(waiting)
+    while waiting:
+        new = set(waiting.pop().all_input_nodes) - read
+        read |= new
+        waiting += new
+    places, names = {node.name for node in read}, program.graph_signature.inputs_to_parameters
+    return {name: program.state_dict[name] for place, name in names.items() if place in places}
+
+
 def _layers(graph: ir.Graph) -> Iterator[tuple[ir.Node, str]]:
-    for node in filter(is_linear, graph):
+    for node in filter(is_product, graph):
         weight = node.inputs[1]
         name = weight.name or "" if weight is not None else ""
         if name in graph.initializers and is_quantizable(name, 2):
@@ -136,6 +153,11 @@ def _stored(graph: ir.Graph, weight: ir.Value | None, *, turned: bool) -> tuple[
     integers_OC, scale_O = integers_of(weight.const_value.numpy())
     content = np.ascontiguousarray(integers_OC.T) if turned else integers_OC
     return constant(graph, f"{weight.name}.int8", content), constant(graph, f"{weight.name}.scale", scale_O)
+
+
+def _zeros(scale_O: ir.Value) -> npt.NDArray[np.float32]:
+    assert scale_O.const_value is not None
+    return np.zeros_like(scale_O.const_value.numpy())
 
 
 def integers_of(

@@ -286,7 +286,7 @@ class Watch(DispatchHook):
 
     def saw(self, name: str, args: Sequence[Any], output: Tensor) -> None:
         inputs = _tensors(args)
-        if name in WIDE and output.dtype in HALVES:
+        if name in WIDE and output.dtype in HALVES and not _is_over_rows(name, args):
             self.faults.append(f"{name} in {str(output.dtype).removeprefix('torch.')}")
         from_table, rounded = (
             any(tensor in kept for tensor in inputs) for kept in (self._tables, self._rounded)
@@ -298,6 +298,14 @@ class Watch(DispatchHook):
         # Waves that are added to keys may be rounded like the keys; those that turn them may not.
         if (name == "_to_copy" and from_table and output.dtype in HALVES) or (name in MOVES and rounded):
             self._rounded[output] = True
+
+
+def _is_over_rows(name: str, args: Sequence[Any]) -> bool:
+    """Return whether a mean is one of rows, as pooling has it; statistics of norms are of a row's values."""
+    if name != "mean" or len(args) < 2:
+        return False
+    num_axes = args[0].ndim
+    return num_axes - 1 not in {axis % num_axes for axis in args[1]}
 
 
 def check_dtypes(tower: nn.Module, inputs: Mapping[str, Tensor]) -> Faults:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -111,6 +112,8 @@ def adapt(model: nn.Module) -> None:
     """Replace what cannot be traced, wherever a class has it; results are those of the class."""
     part: Any
     for part in model.modules():
+        if isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward:
+            part.forward = partial(_of_rows, part)  # type: ignore[method-assign]
         if hasattr(part, "interpolated_method"):
             part.forward = _stretching(part)
         if hasattr(part, "resize_positional_embeddings"):
@@ -121,6 +124,12 @@ def adapt(model: nn.Module) -> None:
             part.patch_positional_embedding.register_forward_pre_hook(
                 lambda _, arguments: (arguments[0], current().rows["positions"])
             )
+
+
+def _of_rows(layer: nn.Linear, x: Tensor) -> Tensor:
+    """Apply a layer to rows, whatever axes they have: graph formats know it by its product of two axes."""
+    rows = nn.functional.linear(x.flatten(0, -2), layer.weight, layer.bias)
+    return rows.unflatten(0, x.shape[:-1]) if x.ndim > 2 else rows
 
 
 def _stretching(part: Any) -> Any:
@@ -151,7 +160,8 @@ def _pooling(attention: Any) -> Any:
     def forward(query: Tensor, key: Tensor, value: Tensor, **further: Any) -> tuple[Tensor, None]:
         call = current()
         if call.groups is None:
-            result: tuple[Tensor, None] = whole(query, key, value, **further)
+            # Its own weights would be averaged over heads, and nobody takes them.
+            result: tuple[Tensor, None] = whole(query, key, value, **{**further, "need_weights": False})
             return result
         mixed = GroupAttention.forward(attention, query[0], key[0], value[0], call.groups)
         return mixed[:, None], None
