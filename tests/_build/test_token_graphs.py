@@ -172,6 +172,18 @@ def test_graphs_that_are_none_are_a_damaged_bundle(tmp_path):
         open_graphs(made, Folder(folder), "float32")
 
 
+def test_graphs_that_find_no_memory_are_no_damaged_bundle(tmp_path, monkeypatch):
+    folder = tmp_path / "bundle"
+    made = identity(folder)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("Error in dlopen: model.wrapper.so: failed to map segment from shared object")
+
+    monkeypatch.setattr(token_graphs, "load_function", fail)
+    with pytest.raises(ResourceError, match="out of memory"):
+        open_graphs(made, Folder(folder), "float32")
+
+
 def test_loaded_programs_leave_nothing_in_the_temporary_folder(tmp_path, monkeypatch):
     made = identity(tmp_path / "bundle")
     (tmp_path / "temporary").mkdir()

@@ -375,7 +375,7 @@ def _damages_named() -> Iterator[None]:
         yield
     except (InputError, UnsupportedError, OSError, RuntimeError) as error:
         words = " ".join(str(error).split())[:300]
-        raise BundleError(
+        raise system.shortage(error) or BundleError(
             f"the graphs of pruning and positions cannot be opened ({words}). "
             "Build the bundle again or fetch an intact copy."
         ) from error

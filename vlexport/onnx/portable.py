@@ -39,6 +39,7 @@ from vlexport.pruning.methods import find_method
 from vlexport.pruning.pixels import Chooser
 from vlexport.pruning.selectors import Selector
 from vlexport.specs import MediaItem, Symbol, TensorSpec
+from vlexport.system import shortage
 from vlexport.vision.attention.packing import Packing
 from vlexport.vision.grid_tower import GridPacking
 
@@ -147,7 +148,7 @@ def tables_graph(
     try:
         return _traced(_Tables(packing), (structure,), rows, columns)
     except UNEXPECTED as error:
-        raise UnsupportedError(
+        raise shortage(error) or UnsupportedError(
             f"the tables of {type(packing).__name__} cannot be traced into {TABLES}: "
             f"{str(error).splitlines()[0]} ({type(error).__name__}). Write `segments` and `row_tables` as "
             "tensor code, without loops over items, as recipes/README.md describes."
