@@ -85,6 +85,7 @@ class Cuda(Host):
         return torch.cuda.memory_allocated()
 
     def reserved(self) -> int | None:
+        torch.cuda.empty_cache()
         return torch.cuda.memory_reserved()
 
     def peak(self, call: Call) -> int | None:

@@ -45,7 +45,7 @@ from vlexport.tools.doctor import examine
 Row = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
 RATE = 0.75
-MANY = 20  # repetitions of what takes microseconds
+MANY, FEW = 20, 5  # repetitions of what takes microseconds, and of calls at each of many sizes
 PACKAGES = ("torch", "triton", "transformers", "onnx", "onnxruntime", "numpy", "safetensors")
 
 
@@ -209,7 +209,7 @@ def captures(run: Run) -> Iterator[Row]:
             continue
         taken = {} if before is None or after is None else {"bytes": after - before}
         replay, plain = (
-            repeat(run.device, torch.inference_mode()(call), run.sizes.rounds)["p50_ms"]
+            repeat(run.device, torch.inference_mode()(call), min(run.sizes.rounds, FEW))["p50_ms"]
             for call in (captured.replay, partial(calls.function, captured.buffers))
         )
         times = {"replay_ms": replay, "uncaptured_ms": plain, "gain": plain / replay}

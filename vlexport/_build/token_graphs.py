@@ -287,10 +287,22 @@ def _write_packages(identity: GraphsIdentity, folder: Path, dtype: str) -> None:
                     path, program = Path(place) / name, trace()
                     write_package(program, path, settings)
                     content = path.read_bytes()
-                if device in TRIED_APART:
-                    load_function(content, name)(*program.example_inputs[0])
+                _try(content, name, program)
                 kept.keep(content)
         (folder / name).write_bytes(content)
+
+
+def _try(content: bytes, name: str, program: torch.export.ExportedProgram) -> None:
+    """Load a new package and call it once; refuse it as one that could not be compiled."""
+    assert program.example_inputs is not None
+    try:
+        load_function(content, name)(*program.example_inputs[0])
+    except (RuntimeError, BundleError) as error:
+        words = " ".join(str(error).split())[:200]
+        raise system.shortage(error) or UnsupportedError(
+            f"{name} was compiled and does not run here ({words}); a C++ compiler that finds no shared C++ "
+            "library makes such packages (docs/gpu.md)"
+        ) from error
 
 
 @contextmanager
