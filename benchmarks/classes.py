@@ -225,7 +225,7 @@ def tried(model_type: str, folder: Path) -> dict[str, object]:
     found: dict[str, object] = {"model_type": model_type, "class": able[0].__name__}
     step = "tiny checkpoint"
     try:
-        with _limit(SECONDS):
+        with limited(SECONDS):
             checkpoint = Checkpoint.open(write_checkpoint(model_type, folder / model_type))
             step = "class"
             spec = request(checkpoint, recipe="generic", backend="onnxruntime", into=folder / "engines")
@@ -251,7 +251,7 @@ def tried(model_type: str, folder: Path) -> dict[str, object]:
     except BaseException as problem:
         if isinstance(problem, KeyboardInterrupt):
             raise
-        return {**found, "exports": False, "step": step, "reason": _reason(problem, folder)}
+        return {**found, "exports": False, "step": step, "reason": reason(problem, folder)}
     worst = max(row.metrics.get("relative_l2", 0.0) for row in rows_of if row.level == "L1")
     config = spec.config
     return {
@@ -264,7 +264,7 @@ def tried(model_type: str, folder: Path) -> dict[str, object]:
     }
 
 
-def _reason(problem: BaseException, folder: Path) -> str:
+def reason(problem: BaseException, folder: Path) -> str:
     """Return the first sentence of what began it."""
     while problem.__cause__ is not None:
         problem = problem.__cause__
@@ -275,7 +275,7 @@ def _reason(problem: BaseException, folder: Path) -> str:
 
 
 @contextmanager
-def _limit(seconds: int) -> Iterator[None]:
+def limited(seconds: int) -> Iterator[None]:
     """Raise a TimeoutError in code that computes longer; a process that is held counts no time."""
 
     def stop(*_: object) -> None:
@@ -300,7 +300,8 @@ def main(names: Sequence[str]) -> None:
     classes = {each["model_type"]: each for each in stored.get("classes", [])}
     with tempfile.TemporaryDirectory() as folder:
         for name in names or model_types():
-            classes[name] = tried(name, Path(folder))
+            before = {key: value for key, value in classes.get(name, {}).items() if key == "attach"}
+            classes[name] = {**tried(name, Path(folder)), **before}
             shown = {key: value for key, value in classes[name].items() if key != "class"}
             sys.stdout.write(json.dumps(shown) + "\n")
             sys.stdout.flush()
@@ -327,11 +328,24 @@ def page(classes: Sequence[Mapping[str, Any]]) -> list[str]:
         for (takes, outputs), group in groups.items()
     ]
     own = ", ".join(f"`{each['model_type']}`" for each in good if each["model_type"] in served_types())
+    same = ", ".join(f"`{each['model_type']}`" for each in good if each.get("attach") == "equal")
+    apart = [
+        (f"`{each['model_type']}`", str(each.get("attach", "not tried")).replace("|", "\\|"))
+        for each in good
+        if each.get("attach") != "equal"
+    ]
     fails = [(f"`{each['model_type']}`", each["step"], each["reason"].replace("|", "\\|")) for each in bad]
     return [
         f"{len(good)} of {len(classes)} export; {own} have a recipe of their own.",
         "",
         *markdown(("takes", "outputs", "model types", "parity, worst", "another mix, worst"), works),
+        "",
+        (
+            "[Attached](#attach-to-a-model-in-a-variable) to a tiny random model, one image, three, two "
+            f"prompts and a video where the class has one give the tokens of its own tower for {same}."
+        ),
+        "",
+        *markdown(("model type", "attached"), apart),
         "",
         *markdown(("model type", "fails at", "reason"), fails),
     ]

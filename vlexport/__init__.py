@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from vlexport.parity.report import ParityReport
     from vlexport.positions.rules import PositionOptions
     from vlexport.recipe import Recipe, find_recipe
+    from vlexport.runtime.attached import attach
     from vlexport.runtime.decoder import DecoderOptions
     from vlexport.runtime.encoder import EncoderOptions
     from vlexport.runtime.generate import RuntimeOptions
@@ -70,6 +71,7 @@ _HOMES = {
     "RuntimeOptions": "vlexport.runtime.generate",
     "ShapeProfile": "vlexport.specs",
     "VlexportError": "vlexport.errors",
+    "attach": "vlexport.runtime.attached",
     "build": "vlexport._build.build",
     "check": "vlexport.evaluate.answers",
     "export": "vlexport._build.export",
@@ -103,6 +105,7 @@ __all__ = [
     "ShapeProfile",
     "VlexportError",
     "__version__",
+    "attach",
     "build",
     "check",
     "export",

@@ -30,6 +30,7 @@ PUBLIC = {
     "RuntimeOptions": "vlexport.runtime.generate",
     "ShapeProfile": "vlexport.specs",
     "VlexportError": "vlexport.errors",
+    "attach": "vlexport.runtime.attached",
     "build": "vlexport._build.build",
     "check": "vlexport.evaluate.answers",
     "export": "vlexport._build.export",

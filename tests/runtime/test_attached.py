@@ -1,0 +1,169 @@
+"""Engines attached to transformers models in a variable: tiny random models with their language models."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+
+from benchmarks.attached import answers, attached, build, calls_of, owner_of, pixels_of, whole_model
+from benchmarks.classes import random_state
+from vlexport import attach
+from vlexport.bundle import Bundle
+from vlexport.errors import CheckpointError, InputError, MisfitError, UnsupportedError
+from vlexport.recipe import served_types
+
+pytestmark = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.20"),
+    reason="classes of transformers that take their tables, as those of 5.23 do",
+)
+SLOW = (
+    "gemma3", "internvl", "llava_onevision", "qwen3_vl", "glm4v", "mistral3", "idefics3", "smolvlm",
+)  # fmt: skip
+
+
+class Case(NamedTuple):
+    model: Any
+    bundle: Bundle
+    folder: Path
+
+
+def case_of(name: str, folder: Path) -> Case:
+    model = whole_model(name, folder)
+    return Case(model, build(folder, None if name in served_types() else "generic", "eager"), folder)
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return case_of("llava", tmp_path_factory.mktemp("attach") / "llava")
+
+
+def weights(model: Any) -> int:
+    return sum(each.nbytes for each in model.parameters())
+
+
+def held_to_its_own_tower(case: Case, subtests: Any) -> None:
+    model, calls = case.model, dict(calls_of(case.model))
+    own = {kind: answers(model, call) for kind, call in calls.items()}
+    pixels = pixels_of(owner_of(model), 3)
+    features, before = model.get_image_features(**pixels), weights(model)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    with attach(model, case.bundle) as engine:
+        assert weights(model) == before - engine.freed_bytes
+        assert f"{engine.freed_bytes:,} bytes" in repr(engine)
+        assert engine.freed_bytes > 50_000
+        for kind, call in calls.items():
+            with subtests.test(call=kind):
+                count = engine.session.num_calls
+                logits, tokens = answers(model, call)
+                assert (logits - own[kind][0]).norm() < 1e-5 * own[kind][0].norm()
+                assert torch.equal(tokens, own[kind][1])
+                assert engine.session.num_calls == count + 2
+        given = model.get_image_features(**pixels)
+        assert type(given) is type(features)
+        assert type(given.pooler_output) is type(features.pooler_output)
+        for ours, theirs in zip(given.pooler_output, features.pooler_output, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+        assert isinstance(model.get_image_features(**pixels, return_dict=False), tuple)
+    after = model.state_dict()
+    assert all(torch.equal(value, after[key]) for key, value in state.items())
+    assert torch.equal(answers(model, calls["one image"])[0], own["one image"][0])
+
+
+def test_tokens_and_structures_are_those_of_the_own_tower_which_is_gone_and_comes_back(llava, subtests):
+    held_to_its_own_tower(llava, subtests)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "llava_next"])
+def test_so_they_are_for_rows_with_grids_and_for_tiles(name, tmp_path, subtests):
+    held_to_its_own_tower(case_of(name, tmp_path / name), subtests)
+
+
+def test_other_instances_keep_their_tower_and_threads_share_the_engine(llava):
+    other = type(llava.model).from_pretrained(llava.folder).eval()
+    calls = dict(calls_of(other))
+    with attach(llava.model, llava.bundle, keep_weights=True) as engine:
+        assert engine.freed_bytes == 0
+        assert type(llava.model).get_image_features is type(other).get_image_features
+        assert not {"get_image_features", "forward"} & {*vars(owner_of(other)), *vars(other)}
+        own = {kind: answers(other, call)[1] for kind, call in calls.items()}
+        assert engine.session.num_calls == 1
+        kinds = [*calls] * 4
+        with ThreadPoolExecutor(4) as pool:
+            tokens = list(pool.map(lambda kind: answers(llava.model, calls[kind])[1], kinds))
+        assert all(torch.equal(given, own[kind]) for given, kind in zip(tokens, kinds, strict=True))
+        # Gradients reach the language model.
+        llava.model(**calls["one image"]).logits.sum().backward()
+    llava.model.zero_grad()
+
+
+def test_half_precision_takes_rows_of_its_dtype(llava):
+    model = type(llava.model).from_pretrained(llava.folder, dtype=torch.bfloat16).eval()
+    pixels = pixels_of(owner_of(model), 2)
+    own = torch.cat([*model.get_image_features(**pixels).pooler_output])
+    with attach(model, llava.bundle):
+        rows = torch.cat([*model.get_image_features(**pixels).pooler_output])
+    assert rows.dtype == torch.bfloat16
+    assert (rows - own).norm() < 0.05 * own.norm()
+
+
+def test_what_does_not_fit_is_refused_and_leaves_the_model_as_it_was(llava, tmp_path):
+    model, bundle = llava.model, llava.bundle
+    with pytest.raises(MisfitError, match=r"LlavaModel\), and Linear has no such part"):
+        attach(torch.nn.Linear(1, 1), bundle)
+    changed = type(model).from_pretrained(llava.folder).eval()
+    changed.load_state_dict({**changed.state_dict(), **random_state(changed, seed=1)})
+    with pytest.raises(MisfitError, match="embeds of random images is"):
+        attach(changed, bundle)
+    changed.save_pretrained(tmp_path)
+    assert "get_image_features" not in vars(owner_of(changed))
+    (tmp_path / "preprocessor_config.json").write_bytes(
+        (llava.folder / "preprocessor_config.json").read_bytes()
+    )
+    with pytest.raises(MisfitError, match="Build a bundle of the model's checkpoint"):
+        attach(type(model).from_pretrained(tmp_path).eval(), bundle)
+    with pytest.raises(UnsupportedError, match=r"torch\.compile"):
+        attach(torch.compile(model), bundle)
+    with attach(model, bundle), pytest.raises(UnsupportedError, match="Detach that first"):
+        attach(model, bundle)
+    away = type(model).from_pretrained(llava.folder).eval()
+    owner_of(away).to("meta")
+    with pytest.raises(UnsupportedError, match="on meta, cpu expected"):
+        attach(away, bundle)
+    with attach(model, bundle):
+        with pytest.raises(InputError, match="vision_feature_layer=-1 given"):
+            model.get_image_features(**pixels_of(owner_of(model), 1), vision_feature_layer=-1)
+        with pytest.raises(InputError, match=r"images \[3, "):
+            model.get_image_features(torch.zeros(1, 3, 8, 8))
+
+
+def test_weights_that_cannot_be_read_again_keep_the_model_attached(llava, tmp_path):
+    model = type(llava.model).from_pretrained(llava.folder).eval()
+    model.name_or_path = str(tmp_path)
+    engine = attach(model, llava.bundle)
+    call = dict(calls_of(llava.model))["one image"]
+    with pytest.raises(CheckpointError, match="still attached"):
+        engine.detach()
+    assert torch.equal(answers(model, call)[1], answers(llava.model, call)[1])
+    model.name_or_path = str(llava.folder)
+    engine.detach()
+    assert torch.equal(answers(model, call)[0], answers(llava.model, call)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", SLOW)
+def test_a_class_with_its_engine_gives_equal_tokens(model_type, tmp_path):
+    assert attached(model_type, tmp_path / model_type) == "equal"
+
+
+@pytest.mark.slow
+def test_a_class_that_calls_no_features_is_refused_by_its_name(tmp_path):
+    model = whole_model("siglip", tmp_path / "siglip")
+    with pytest.raises(UnsupportedError, match="SiglipModel: its forward does not call get_image_features"):
+        attach(model, build(tmp_path / "siglip", "generic"))

@@ -1,0 +1,425 @@
+"""A transformers model whose vision half is the engine of a bundle, on that one instance. N rows, D width."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from vlexport.backends import Options
+from vlexport.bundle import Bundle
+from vlexport.checkpoint import Checkpoint
+from vlexport.errors import UNEXPECTED, CheckpointError, InputError, MisfitError, UnsupportedError
+from vlexport.runtime.encoder import EngineSession, Grid
+from vlexport.runtime.outputs import Encoded
+from vlexport.specs import MediaItem
+from vlexport.vision.features.classes import METHOD, ReadWeights, feature_class, outputs_of
+from vlexport.vision.features.packing import ImagePacking
+from vlexport.vision.features.pixels import to_rows
+from vlexport.vision.features.tower import GRIDS, NESTED, PATCHES, STRIP
+from vlexport.vision.preprocess import cut
+
+VIDEOS = "get_video_features"
+PIXELS = ("pixel_values", "pixel_values_images", "pixel_values_videos")
+SIZES = ("image_grid_thw", "video_grid_thw", "image_sizes", "pixel_attention_mask")
+# Fields of outputs that follow from pixels; others may be constants of the class.
+FIELDS = ("last_hidden_state", "pooler_output", "hidden_states", "attentions", "deepstack_features")
+# Classes round to as much as 1.6e-5 against themselves (docs/generic.md); other weights are 0.1 away.
+SLACK = 5.0
+# More tiles than any picture is cut into; they are views of one.
+MOST_TILES = 4096
+
+
+def attach(  # noqa: PLR0913  what `load` offers, in one place
+    model: Any,
+    bundle: str | Path | Bundle,
+    *,
+    trust: str | None = None,
+    recipe: str | None = None,
+    options: Options | None = None,
+    keep_weights: bool = False,
+) -> Attached:
+    """Let the engine of a bundle encode the images and videos of a transformers model.
+
+    model         a model in eval mode on the CPU, of any class around the one with image features
+    bundle        its folder, or what `build` returned; `trust`, `recipe` and `options` as for `load`
+    keep_weights  keep the weights that only features need. Otherwise their memory is freed, `save_pretrained`
+                  writes none of them, and `detach` reads them again from the checkpoint `model.name_or_path`
+
+    `model.generate(...)`, `model(...)` and pipelines work as before; gradients end at the engine's rows. Two
+    random images go through both first, and what differs by more than the recipe's limit is refused.
+
+        with vlexport.attach(model, bundle):
+            model.generate(**processor(images=picture, text=prompt, return_tensors="pt"))
+    """
+    # `torch.compile(model)` and `model.compile()`.
+    if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
+        raise UnsupportedError(
+            "model: compiled as a whole by torch.compile. Attach to the model before it, and compile its "
+            "language model alone."
+        )
+    session = EngineSession.open(bundle, trust=trust, recipe=recipe, options=options)
+    try:
+        return Attached(model, _Features(session, _owner(model, session)), keep_weights=keep_weights)
+    except BaseException:
+        session.engine.close()
+        raise
+
+
+def attach_session(model: Any, session: EngineSession) -> Attached:
+    """Attach an engine that others use too and close."""
+    return Attached(model, _Features(session, _owner(model, session)), keep_weights=False)
+
+
+class Attached:
+    """A model with an engine until `detach` or the end of a `with`; `freed_bytes` of weights are gone."""
+
+    def __init__(self, model: Any, features: _Features, *, keep_weights: bool) -> None:
+        self.model, self.session, self.freed_bytes = model, features.session, 0
+        self._features, self._freed = features, dict[str, nn.Parameter]()
+        _check_source(model, self.session)
+        ids = features.examine()
+        features.install()
+        for name, weight in list(model.named_parameters(remove_duplicate=False)):
+            if id(weight) in ids and not keep_weights:
+                # An empty one of the same dtype and device, which classes and `generate` look for.
+                self._freed[name] = nn.Parameter(weight.new_empty(0), requires_grad=weight.requires_grad)
+                self._set(name, self._freed[name])
+                self.freed_bytes += weight.nbytes
+
+    def __repr__(self) -> str:
+        freed = f"{self.freed_bytes:,} bytes of its own weights freed"
+        return f"Attached({type(self.model).__name__}, {self.session.bundle.path}, {freed})"
+
+    def _set(self, name: str, weight: nn.Parameter) -> None:
+        parent, _, own = name.rpartition(".")
+        setattr(self.model.get_submodule(parent), own, weight)
+
+    @contextmanager
+    def given(self, items: Sequence[Encoded]) -> Iterator[None]:
+        """Take the rows of these items, all of a call's, in this thread instead of running the engine."""
+        self._features.local.known = items
+        try:
+            yield
+        finally:
+            del self._features.local.known
+
+    def detach(self) -> None:
+        """Close the engine and give the model its methods and weights back; refuse if none can be read."""
+        place, like = self.model.name_or_path, {}
+        if self._freed:
+            try:
+                stored = type(self.model).from_pretrained(place, dtype="auto", local_files_only=True)
+                like = dict(stored.named_parameters(remove_duplicate=False))
+            except (OSError, *UNEXPECTED) as error:
+                raise CheckpointError(
+                    f"detach: the freed weights cannot be read again from '{place}' "
+                    f"({' '.join(str(error).split())[:200]}). The model is still attached. Load it anew, or "
+                    "attach with keep_weights=True."
+                ) from error
+        for name, empty in self._freed.items():
+            values = like[name].detach().to(empty.dtype)
+            self._set(name, nn.Parameter(values, requires_grad=empty.requires_grad))
+        self._features.remove()
+        self._freed, self.freed_bytes = {}, 0
+        self.session.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.detach()
+
+
+def _owner(model: Any, session: EngineSession) -> Any:
+    """Return the part of a model whose features the engine has."""
+    recipe, path = session.recipe, session.bundle.path
+    served = recipe.model_types or (session.config.model_type,)
+    kinds = {kind[0] for name in served if (kind := feature_class(name)) is not None}
+    owner = next((part for part in model.modules() if type(part) in kinds), None)
+    if owner is None:
+        names = ", ".join(sorted(kind.__name__ for kind in kinds)) or "no class of transformers"
+        raise MisfitError(
+            f"{path}: built by recipe '{recipe.name}' for {', '.join(served)} ({names}), and "
+            f"{type(model).__name__} has no such part. Build a bundle of this model's checkpoint."
+        )
+    takes_grids = "image_grid_thw" in inspect.signature(owner.get_image_features).parameters
+    if (recipe.model_types and not takes_grids) or session.packing.levels is not None:
+        raise UnsupportedError(
+            f"{path}: recipe '{recipe.name}' with input {session.bundle.manifest.input_dtype} takes "
+            f"other rows than {type(owner).__name__} of transformers. Build with --input float32, or with "
+            "--recipe generic."
+        )
+    if METHOD in vars(owner):
+        raise UnsupportedError(
+            f"{type(owner).__name__}: {METHOD} of this instance was replaced before, by `attach` or another "
+            "program. Detach that first."
+        )
+    return owner
+
+
+def _check_source(model: Any, session: EngineSession) -> None:
+    """Hold the checkpoint that a model was read from to the bundle's, where its folder is at hand."""
+    if not model.name_or_path or not Path(model.name_or_path, "config.json").is_file():
+        return
+    checkpoint, origin = Checkpoint.open(model.name_or_path), session.bundle.manifest.checkpoint
+    names = session.recipe.weight_names(checkpoint, session.recipe.read_config(checkpoint))
+    if origin.adapter is None and (digest := checkpoint.digest(names)) != origin.weights:
+        raise MisfitError(
+            f"{session.bundle.path}: weights {origin.weights[:12]} of {origin.source} are in it, "
+            f"{model.name_or_path} has {digest[:12]}. Build a bundle of the model's checkpoint."
+        )
+
+
+class _Reached(Exception):  # noqa: N818  not an error: a class called what it should
+    pass
+
+
+class _Features:
+    """The methods of a class that give features, computed by an engine in the class's own structure."""
+
+    packing: Any
+    template: Any
+    tower: nn.Module
+    projector: nn.Module
+    hidden: Any
+
+    def __init__(self, session: EngineSession, owner: Any) -> None:
+        self.session, self.owner, self.packing = session, owner, session.packing
+        self.form, self.name = getattr(session.config, "form", GRIDS), type(owner).__name__
+        # What puts tiles together is the class's own; its tower and projector alone are replaced.
+        self.packs = hasattr(owner, "pack_image_features")
+        self.constants: dict[str, Tensor] = {}
+        self.replaced: list[tuple[Any, str]] = []
+        self.local, self.takes_videos = threading.local(), self.form == GRIDS
+
+    @torch.inference_mode()
+    def examine(self) -> set[int]:
+        """Compare two random images and learn the structure of outputs; return ids of weights read."""
+        order, weights = list[tuple[Any, Any]](), {id(weight): weight for weight in self.owner.parameters()}
+        if wrong := {str(weight.device) for weight in weights.values()} - {"cpu"}:
+            raise UnsupportedError(
+                f"{self.name}: weights are on {', '.join(sorted(wrong))}, cpu expected. Load the "
+                "model with device_map='cpu'."
+            )
+        inputs = {} if self.form == PATCHES else self._inputs(seed=0)
+        self._require_use(inputs)
+        hooks = [
+            part.register_forward_hook(lambda part, _, output: order.append((part, output)))
+            for part in self.owner.children()
+        ]
+        with ReadWeights() as touched:
+            self.template = self.owner.get_image_features(**inputs, return_dict=True)
+        for hook in hooks:
+            hook.remove()
+        ids: set[int] = touched.ids & weights.keys()
+        extra = {key: value for key, value in self.template.items() if key not in FIELDS}
+        if any(isinstance(value, Tensor) for value in extra.values()):
+            other = self.owner.get_image_features(**self._inputs(seed=1), return_dict=True)
+            same = (key for key, value in extra.items() if torch.equal(value, other[key]))
+            self.constants = {key: extra[key] for key in same}
+        if self.packs:
+            (self.tower, self.hidden), *_, (self.projector, _) = order
+            ids &= {id(weight) for part in (self.tower, self.projector) for weight in part.parameters()}
+        calls = {METHOD: inputs}
+        if self.packs and hasattr(self.owner, VIDEOS):
+            # Frames may be pooled on their way through the class's own code.
+            self.takes_videos, images = True, inputs["pixel_values"][:, :1]
+            calls[VIDEOS] = {"pixel_values_videos": images.transpose(0, 1).contiguous()}
+        own = {
+            name: self.template if name == METHOD else getattr(self.owner, name)(**calls[name])
+            for name in calls
+        }
+        self.install()
+        try:
+            for name, call in calls.items():
+                self._compare(own[name], getattr(self.owner, name)(**call))
+        except (MisfitError, *UNEXPECTED):
+            if name == METHOD:
+                raise
+            self.takes_videos = False
+        finally:
+            self.remove()
+        return ids
+
+    def _require_use(self, inputs: Mapping[str, Any]) -> None:
+        """Refuse a class whose forward takes its features from somewhere else."""
+
+        def reached(*_: object, **__: object) -> None:
+            raise _Reached
+
+        ids, taken = torch.zeros(1, 1, dtype=torch.int64), inspect.signature(self.owner.forward).parameters
+        pixels = dict.fromkeys(PIXELS[:2], inputs.get("pixel_values"))
+        arguments = {"input_ids": ids, "attention_mask": ids + 1, **inputs, **pixels}
+        self._replace(self.owner, METHOD, functools.wraps(self.owner.get_image_features)(reached))
+        problem: Exception | None = None
+        try:
+            self.owner(**{name: value for name, value in arguments.items() if name in taken})
+        except _Reached:
+            return
+        except UNEXPECTED as error:
+            problem = error
+        finally:
+            self.remove()
+        raise UnsupportedError(
+            f"{self.name}: its forward does not call {METHOD}, so an engine would not be used. Encode with "
+            "`vlexport.load`, and pass the rows."
+        ) from problem
+
+    def _inputs(self, seed: int) -> dict[str, Any]:
+        """Return pixels of two random images, as a processor gives them."""
+        generator, rule = torch.Generator().manual_seed(seed), self.packing.rule
+        if isinstance(self.packing, ImagePacking):
+            images = torch.randn(2, 1, 3, rule.side, rule.side, generator=generator)
+            if self.packs:
+                sizes = torch.tensor([[rule.side, rule.side]] * 2)
+                return {"pixel_values": images.expand(-1, MOST_TILES, -1, -1, -1), "image_sizes": sizes}
+            return {"pixel_values": images if self.form == NESTED else images[:, 0]}
+        mixes = [mix for mix in self.packing.mixes().values() if len(mix) > 1]
+        grids = torch.tensor([grid for mix in mixes for kind, grid in mix if kind == "image"][:2])
+        if self.form == STRIP:
+            sizes = grids[:, 1:] * rule.patch
+            pixels = torch.randn(2, 3, *sizes.amax(0).tolist(), generator=generator)
+            return {"pixel_values": pixels, "image_sizes": sizes}
+        count = int(grids.prod(1).sum())
+        rows = torch.randn(count, self.packing.row_width, generator=generator)
+        return {"pixel_values": rows, "image_grid_thw": grids}
+
+    def _compare(self, own_output: Any, given: Any) -> None:
+        limits, dtype = self.session.recipe.limits, str(self.owner.dtype).removeprefix("torch.")
+        is_whole = {self.session.bundle.manifest.precision.name, dtype} == {"float32"}
+        is_rounded = not is_whole and "bfloat16" in limits
+        most = limits["bfloat16"].relative_l2 if is_rounded else SLACK * limits["float32"].relative_l2
+        expected = outputs_of(own_output)
+        for name, rows_ND in outputs_of(given).items():
+            own = expected[name].double()
+            same = rows_ND.shape == own.shape
+            error = float((rows_ND.double() - own).norm() / own.norm()) if same else math.inf
+            if not error <= most:
+                raise MisfitError(
+                    f"{self.session.bundle.path}: {name} of random images is {error:.1e} from that of this "
+                    f"{self.name}, at most {most:.1e} expected. Build a bundle of the model's checkpoint."
+                )
+
+    def install(self) -> None:
+        """Replace the methods on this instance."""
+        if self.packs:
+            self._replace(self.tower, "forward", self._tiles)
+            self._replace(self.projector, "forward", lambda *_, **__: self.local.rows)
+        for name in (METHOD, VIDEOS):
+            if (own := getattr(self.owner, name, None)) is not None:
+                called = functools.partial(self._call, name, own, inspect.signature(own))
+                # `generate` reads the signature.
+                self._replace(self.owner, name, functools.wraps(own)(called))
+
+    def _replace(self, part: Any, name: str, method: Callable[..., Any]) -> None:
+        setattr(part, name, method)
+        self.replaced.append((part, name))
+
+    def remove(self) -> None:
+        """Give the instance the methods of its class back."""
+        while self.replaced:
+            delattr(*self.replaced.pop())
+
+    def _call(
+        self, name: str, own: Callable[..., Any], signature: inspect.Signature, *args: Any, **kwargs: Any
+    ) -> Any:
+        bound = signature.bind(*args, **kwargs).arguments
+        further = bound.pop("kwargs", {})
+        for key, value in {**bound, **further}.items():
+            chosen = (key in bound and not self.packs) or key.startswith(
+                ("vision_feature_", "interpolate_pos")
+            )
+            usual = (None, False, getattr(self.owner.config, key, None))
+            if chosen and key not in (*PIXELS, *SIZES) and value not in usual:
+                raise InputError(
+                    f"{name}: {key}={value!r:.100} given, {usual[-1]!r} expected. Leave it out, or detach."
+                )
+        if name == VIDEOS and not self.takes_videos:
+            raise UnsupportedError(
+                f"{self.name}: videos take another way than images, which the engine does not have. Pass "
+                "frames as images, or detach."
+            )
+        if self.packs:
+            return own(*args, **kwargs)
+        output = self._output(*self._media(bound))
+        return output if further.get("return_dict", self.owner.config.return_dict) else output.to_tuple()
+
+    def _media(self, bound: Mapping[str, Any]) -> tuple[Tensor, list[Grid], list[int]]:
+        """Return rows, grids of images, and how many of them are in each entry of the class's output."""
+        pixels = next(bound[name] for name in PIXELS if bound.get(name) is not None).float()
+        if self.form == GRIDS:
+            grids = (bound.get("image_grid_thw", bound.get("video_grid_thw"))).tolist()
+            return pixels, grids, [1] * len(grids)
+        if self.form == STRIP:
+            sizes, rule = torch.as_tensor(bound["image_sizes"]).tolist(), self.packing.rule
+            images = zip(pixels, sizes, strict=True)
+            rows = [cut(image[None, :, :height, :width], rule) for image, (height, width) in images]
+            grids = [(1, height // rule.patch, width // rule.patch) for height, width in sizes]
+            return torch.cat(rows), grids, [1] * len(grids)
+        if self.form != NESTED:
+            return *self._images(pixels), [1] * len(pixels)
+        # Prompts with fewer images than others are filled up with images of zeros.
+        is_real, mask = pixels.flatten(2).any(-1), bound.get("pixel_attention_mask")
+        if mask is not None and not mask[is_real].all():
+            raise UnsupportedError(
+                f"{self.name}: padded images given, whole ones expected. Resize to squares, or detach."
+            )
+        return *self._images(pixels[is_real]), is_real.sum(1).tolist()
+
+    def _images(self, images: Tensor) -> tuple[Tensor, list[Grid]]:
+        side, across = self.packing.rule.side, self.packing.merge
+        if images.shape[1:] != (3, side, side):
+            raise InputError(
+                f"pixels {list(images.shape)} given, images [3, {side}, {side}] expected by the engine. Use "
+                "the checkpoint's own processor."
+            )
+        return to_rows(images.float(), self.packing.rule.patch), [(1, across, across)] * len(images)
+
+    def _rows(self, patches: Tensor, grids: Sequence[Grid]) -> Iterator[Tensor]:
+        """Yield the engine's outputs in the model's dtype."""
+        known: Sequence[Encoded] | None = getattr(self.local, "known", None)
+        if known is not None:
+            for name in self.packing.outputs:
+                rows = [item.layers.get(name, item.embeds) for item in known]
+                yield torch.cat(rows).to(self.owner.dtype)
+            return
+        rows_ND = self.session.run_packed(patches, grids).to(self.owner.dtype)
+        widths = {spec.name: spec.shape[1] for spec in self.session.engine.outputs}
+        # Autograd takes no tensors of inference mode.
+        yield from rows_ND.clone().split([widths[name] for name in self.packing.outputs], 1)
+
+    def _output(self, patches: Tensor, grids: Sequence[Grid], groups: Sequence[int]) -> Any:
+        items = (MediaItem(kind="image", patches=patches, grid=grid) for grid in grids)
+        counts = map(self.packing.num_tokens, items)
+        sizes = [sum(next(counts) for _ in range(group)) for group in groups]
+        embeds, *levels = self._rows(patches, grids)
+        fields = {"pooler_output": _like(self.template.pooler_output, embeds, sizes)}
+        if levels:
+            likes = self.template.deepstack_features
+            pairs = zip(likes, levels, strict=True)
+            fields["deepstack_features"] = type(likes)(_like(like, rows, sizes) for like, rows in pairs)
+        return type(self.template)(**fields, **self.constants)
+
+    def _tiles(self, images: Tensor, *_: object, **__: object) -> Any:
+        """Encode tiles in the place of the tower; the projector gives the rows."""
+        (rows_ND,) = self._rows(*self._images(images))
+        self.local.rows = rows_ND.unflatten(0, (len(images), -1))
+        hidden, states = rows_ND.new_zeros(len(images), 2, 1), self.hidden.hidden_states or ()
+        return type(self.hidden)(last_hidden_state=hidden, hidden_states=[hidden] * len(states))
+
+
+def _like(own: Any, rows_ND: Tensor, sizes: Sequence[int]) -> Any:
+    """Return rows in the container of a class: one tensor, or one for each image or prompt."""
+    if not isinstance(own, Tensor):
+        return type(own)(rows_ND.split(list(sizes)))
+    is_flat = own.ndim == 2 and max(sizes) > 1
+    return rows_ND if is_flat else rows_ND.reshape(len(sizes), *own.shape[1:])
