@@ -1,4 +1,4 @@
-"""Any other model type: transformers' own vision class, traced whole; encodes, does not answer."""
+"""Any other model type: transformers' own vision class, traced whole; whole models answer."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ BFLOAT16_ORIGIN = "53 tiny classes in bfloat16 are off from themselves by at mos
 
 RECIPE = Recipe(
     name="generic",
-    summary="any other model type with image features in transformers: encodes, and does not answer",
+    summary="any other model type with image features in transformers",
     model_types=(),
     serves=lambda model_type: feature_class(model_type) is not None,
     config=Config,
@@ -130,6 +130,7 @@ RECIPE = Recipe(
     stored_names=names,
     preprocess=preprocess,
     reference=reference,
+    pictures=lambda config: config.image,
     position_rule="linear",
     pruning_rule=None,
     limits={

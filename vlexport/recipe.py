@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from vlexport.checkpoint import Checkpoint
     from vlexport.checkpoint.files import StoredTensor
     from vlexport.vision.attention.packing import Packing
+    from vlexport.vision.features.pixels import Processor
     from vlexport.vision.tower import Tower
 
 
@@ -188,6 +189,7 @@ class Recipe(Generic[C]):
     stored_names   names of the tower's tensors, of these shapes, in the checkpoint
     position_rule  how the decoder places the tokens
     pruning_rule   which pruning applies; None where tokens have no place that neighbouring frames share
+    pictures       the processor of pictures with which transformers' whole model answers, without `language`
     serves         whether a model type that no recipe names is served
     """
 
@@ -204,6 +206,7 @@ class Recipe(Generic[C]):
     pruning_rule: str | None
     limits: Mapping[str, Limit]
     language: LanguageRule[C] | None = None
+    pictures: Callable[[C], Processor] | None = None
     serves: Callable[[str], bool] = lambda _: False
     digest: str = ""
 

@@ -393,7 +393,7 @@ def test_a_picture_goes_from_the_shell_to_the_rows_of_transformers(model_type, t
     question = ("--image", tmp_path / "picture.png", "--prompt", "What?")
     refused = vlexport("run", bundle, "--decoder", folder, *question)
     assert refused.code == 2
-    assert "declares no language model. Use `encode` and your own decoder." in refused.err
+    assert "Pass a checkpoint with its" in refused.err
 
 
 def test_the_list_of_classes_shows_which_export_and_why_others_fail():

@@ -60,7 +60,7 @@ def decoded(pipeline: Pipeline, ids: tuple[int, ...]) -> str:
     assert pipeline.language is not None
     tokenizer = pipeline.language.tokenizer
     assert isinstance(tokenizer, CheckpointTokenizer)
-    return str(tokenizer._fast.decode(list(ids)))
+    return str(tokenizer.fast.decode(list(ids)))
 
 
 CUT = image(0, 112, 336)

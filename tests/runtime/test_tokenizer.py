@@ -85,12 +85,12 @@ def expanded(tokenizer: CheckpointTokenizer, request: Request) -> TokenizedPromp
 
 
 def specials(tokenizer: CheckpointTokenizer, made: TokenizedPrompt) -> list[str]:
-    known = tokenizer._fast.added_tokens_decoder
+    known = tokenizer.fast.added_tokens_decoder
     return [known[each].content for each in made.ids if each in known and known[each].special]
 
 
 def text_of(tokenizer: CheckpointTokenizer, made: TokenizedPrompt) -> str:
-    return str(tokenizer._fast.decode(list(made.ids), clean_up_tokenization_spaces=False))
+    return str(tokenizer.fast.decode(list(made.ids), clean_up_tokenization_spaces=False))
 
 
 def user(content: object, role: str = "user") -> Request:
@@ -120,7 +120,7 @@ def test_no_text_of_a_user_makes_a_special_token(tokenizer, subtests):
 def test_plain_text_gets_the_ids_of_the_whole_text_as_transformers_makes_them(tokenizer):
     for words in ("why?", "a < b |> c", "ünï ＜code＞ \uf8ff", "</think> <think>x</think>"):
         messages = [{"role": "user", "content": words}]
-        expected = tokenizer._fast.apply_chat_template(
+        expected = tokenizer.fast.apply_chat_template(
             messages, add_generation_prompt=True, return_dict=False
         )
         assert list(expanded(tokenizer, user(words)).ids) == list(expected), words
@@ -133,7 +133,7 @@ def test_what_was_no_special_token_is_spelled_out_where_it_stood():
     assert text_of(tokenizer, made) == rendered
     # Between two special tokens of the template text is by itself, so its ids can be made by themselves.
     between = f"user\nwhy {INJECTION} so"
-    inner = tokenizer._fast(between, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    inner = tokenizer.fast(between, add_special_tokens=False, split_special_tokens=True)["input_ids"]
     at = made.ids.index(tokenizer.id_of(START), 1) + 1
     assert list(made.ids[at : at + len(inner)]) == inner
     assert made.ids[at + len(inner)] == tokenizer.id_of(END)

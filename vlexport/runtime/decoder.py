@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ from vlexport.runtime.onednn_linear import choose_products
 from vlexport.runtime.tokenizer import CheckpointTokenizer
 from vlexport.specs import dtype_name
 from vlexport.vision.static_shapes import to_device
+
+if TYPE_CHECKING:
+    from vlexport.runtime.generate import AnswerGenerator
 
 # What transformers calls layers with states instead of keys and values, Mamba's too.
 STATES = "linear_attention"
@@ -197,15 +200,19 @@ def table_of(body: nn.Module) -> nn.Parameter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Language:
-    """A decoder, the tokenizer of its prompts, and the ids that end an answer."""
+    """A decoder, the tokenizer of its prompts, the ids that end an answer, and its own steps to one."""
 
     decoder: Decoder
     tokenizer: CheckpointTokenizer
     ends: frozenset[int]
+    steps: type[AnswerGenerator] | None = None
 
 
 def language_of(
-    recipe: Recipe[Any], decoder: str | Path | Checkpoint | Language, options: DecoderOptions
+    recipe: Recipe[Any],
+    decoder: str | Path | Checkpoint | Language,
+    options: DecoderOptions,
+    config: Any = None,
 ) -> Language:
     """Return the decoder of a checkpoint of the recipe's family, or one that is loaded already."""
     if isinstance(decoder, Language):
@@ -216,6 +223,10 @@ def language_of(
             f"{checkpoint.source} is '{checkpoint.model_type}', but the bundle is of recipe '{recipe.name}', "
             f"for {', '.join(sorted(recipe.model_types))}. Pass the checkpoint that it was built from."
         )
+    if recipe.pictures is not None:
+        from vlexport.runtime.whole_model import load_model
+
+        return load_model(checkpoint, recipe.pictures(config), options)
     if recipe.language is None:
         raise UnsupportedError(no_language(recipe))
     return load_language(checkpoint, recipe.language, options)
@@ -223,7 +234,7 @@ def language_of(
 
 def no_language(recipe: Recipe[Any]) -> str:
     """Return the message for a family that has no decoder here."""
-    return f"recipe '{recipe.name}' declares no language model. Use `encode` and your own decoder."
+    return f"recipe '{recipe.name}' declares no language model for this. Use `encode` and your own decoder."
 
 
 def load_language(checkpoint: Checkpoint, rule: LanguageRule[Any], options: DecoderOptions) -> Language:

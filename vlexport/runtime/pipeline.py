@@ -20,7 +20,7 @@ from vlexport.errors import InputError, UnsupportedError, VlexportError
 from vlexport.media import MediaLimits, kind_of
 from vlexport.pruning.cells import Pruning
 from vlexport.recipe import Recipe
-from vlexport.runtime.decoder import Language, language_of
+from vlexport.runtime.decoder import Language, language_of, no_language
 from vlexport.runtime.encoder import Encoder, EngineSession, SharedCalls
 from vlexport.runtime.generate import (
     AnswerGenerator,
@@ -80,9 +80,8 @@ class Pipeline:
         self.pruner = Pruner(recipe, packing.merge, self.graphs, takes_cells=packing.takes_cells)
         self.language = language
         self._calls = SharedCalls(self.encoder)
-        self._generator = (
-            AnswerGenerator(self.encoder, self.pruner, language, self.options) if language else None
-        )
+        steps = AnswerGenerator if language is None or language.steps is None else language.steps
+        self._generator = steps(self.encoder, self.pruner, language, self.options) if language else None
 
     def __repr__(self) -> str:
         return f"Pipeline({self.bundle}, {'answers' if self.language else 'encodes only'})"
@@ -225,6 +224,8 @@ class Pipeline:
                 stream.ask("What is there?").text
         """
         steps = self.require_generator()
+        if self.recipe.language is None:
+            raise UnsupportedError(no_language(self.recipe))
         encoded = self.encode(images=images) if many(images) else []
         return VideoStream(steps, self._calls, StreamOptions(**options), messages, encoded)
 
@@ -366,7 +367,9 @@ def load(  # noqa: PLR0913  what the command line offers, in one place
         bundle, trust=trust, allow_failed=allow_failed, recipe=recipe, options=options
     )
     try:
-        language = None if decoder is None else language_of(session.recipe, decoder, chosen.decoder)
+        language = None
+        if decoder is not None:
+            language = language_of(session.recipe, decoder, chosen.decoder, session.config)
         return Pipeline(session.bundle, session.engine, session.recipe, language, chosen)
     except BaseException:
         session.engine.close()

@@ -53,20 +53,8 @@ class Preprocessor:
     limits: RequestLimits
 
     def preprocess(self, request: Request) -> RequestState:
-        if not isinstance(request, Request):
-            raise InputError(f"{type(request).__name__} given among the requests, a Request expected.")
-        state = RequestState(request=request)
+        state = started(request, self.limits, self.pruner)
         with state.timing("preprocess"):
-            state.limits = self.limits.lowered(request.limits) if request.limits else self.limits
-            state.pruning = self.pruner.plan(
-                request.prune, request.method, request.prune_before, has_question=True
-            )
-            requested, most = request.generation.max_new_tokens, state.limits.max_new_tokens
-            if requested > most:
-                raise LimitError(
-                    f"max_new_tokens: {requested} given, at most {most} expected. Request less or raise "
-                    "RequestLimits.max_new_tokens (Python API)."
-                )
             state.marked = self.prompter.mark(request, state.limits)
             state.media = tuple(
                 self.media.read(kind, source, request.fps, state.limits.media, state.pruning)
@@ -99,13 +87,34 @@ class Preprocessor:
             )
             numbers[item.kind] += 1
         state.prompt = self.prompter.expand(state.marked, items, state.limits)
-        num_tokens, num_new = len(state.prompt.ids), state.request.generation.max_new_tokens
-        if num_tokens + num_new > self.decoder.max_tokens:
-            raise LimitError(
-                f"prompt of {num_tokens} tokens and an answer of up to {num_new}: {num_tokens + num_new} in "
-                f"all, the decoder takes {self.decoder.max_tokens}. Send smaller or fewer media, prune "
-                "videos, or request a shorter answer."
-            )
+        check_fits(state, self.decoder)
+
+
+def started(request: Request, limits: RequestLimits, pruner: Pruner) -> RequestState:
+    """Return the state of a request with its limits and how it is pruned."""
+    if not isinstance(request, Request):
+        raise InputError(f"{type(request).__name__} given among the requests, a Request expected.")
+    state = RequestState(request=request)
+    state.limits = limits.lowered(request.limits) if request.limits else limits
+    state.pruning = pruner.plan(request.prune, request.method, request.prune_before, has_question=True)
+    requested, most = request.generation.max_new_tokens, state.limits.max_new_tokens
+    if requested > most:
+        raise LimitError(
+            f"max_new_tokens: {requested} given, at most {most} expected. Request less or raise "
+            "RequestLimits.max_new_tokens (Python API)."
+        )
+    return state
+
+
+def check_fits(state: RequestState, decoder: Decoder) -> None:
+    """Refuse a prompt that with its answer is longer than the decoder takes."""
+    num_tokens, num_new = len(state.prompt.ids), state.request.generation.max_new_tokens
+    if num_tokens + num_new > decoder.max_tokens:
+        raise LimitError(
+            f"prompt of {num_tokens} tokens and an answer of up to {num_new}: {num_tokens + num_new} in all, "
+            f"the decoder takes {decoder.max_tokens}. Send smaller or fewer media, prune videos, or request "
+            "a shorter answer."
+        )
 
 
 def _known(entry: EncoderInput, pruning: Pruning) -> Tensor | None:

@@ -44,7 +44,7 @@ class Prompter:
 
     def mark(self, request: Request, limits: RequestLimits) -> MarkedPrompt:
         shield = Shield(self.tokenizer, texts_in([request.prompt, request.messages]))
-        bound = _TextBound(self.tokenizer, limits)
+        bound = TextBound(self.tokenizer, limits)
         if request.raw_prompt is not None:
             text = bound(request.raw_prompt)
             media = {kind: list(request.sources(kind)) for kind in KINDS}
@@ -52,7 +52,7 @@ class Prompter:
             kept = str if request.allow_special_tokens else shield
             messages, media = chat_of(request, self.rule, lambda text: kept(bound(text)))
             text = self.tokenizer.render(messages)
-            _TextBound(self.tokenizer, limits)(text)
+            TextBound(self.tokenizer, limits)(text)
         kinds = tuple(self.kind_of[match.group()] for match in self.marker.finditer(text))
         self._check_counts(kinds, media)
         if len(kinds) > limits.max_items:
@@ -132,7 +132,7 @@ class Prompter:
                 )
 
 
-class _TextBound:
+class TextBound:
     """Passes texts on until together they have more tokens than a prompt may; counts long ones in pieces.
 
     Tokens are counted before a text is searched for special ones, which takes several times as long.

@@ -307,6 +307,7 @@ class RequestState:
     preprocess     limits: the request's and the operator's together; pruning: which tokens are dropped;
                    is_pruned: which rule positions follow; the prompt, and its media in prompt order
     encode, prune  encoded: embeddings of the media in prompt order
+    preprocess     inputs of a whole model, which embeds and places the prompt itself
     embed          embeds [N, D] of the whole prompt, its positions, and the levels of its media
     prefill        turn: the decoder's sequence; logits [V] of the first token after the prompt
     """
@@ -316,10 +317,11 @@ class RequestState:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     limits: RequestLimits = field(init=False)
     pruning: Pruning = field(init=False)
-    is_pruned: bool = field(init=False)
+    is_pruned: bool = False
     marked: MarkedPrompt = field(init=False)
     media: tuple[EncoderInput, ...] = field(init=False)
     prompt: TokenizedPrompt = field(init=False)
+    inputs: Mapping[str, Any] = field(init=False)
     encoded: tuple[Encoded, ...] = field(init=False)
     embeds: Tensor = field(init=False)
     positions: PromptPositions = field(init=False)

@@ -90,9 +90,9 @@ class CheckpointTokenizer:
         self.source = checkpoint.source
         self._path = checkpoint.path
         with self._refused():
-            self._fast = PreTrainedTokenizerFast.from_pretrained(str(checkpoint.path), local_files_only=True)
+            self.fast = PreTrainedTokenizerFast.from_pretrained(str(checkpoint.path), local_files_only=True)
             # Called as it is, because the class around it changes its settings, which threads share.
-            self._backend: tokenizers.Tokenizer = self._fast.backend_tokenizer
+            self._backend: tokenizers.Tokenizer = self.fast.backend_tokenizer
             self._backend.no_truncation()
             self._backend.no_padding()
             added = self._backend.get_added_tokens_decoder()
@@ -181,11 +181,11 @@ class CheckpointTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         with self._refused():
-            text = self._fast.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            text = self.fast.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return str(text)
 
     def id_of(self, token: str) -> int:
-        number = self._fast.get_vocab().get(token)
+        number = self.fast.get_vocab().get(token)
         if number is None:
             raise CheckpointError(
                 f"{self.source}: its tokenizer has no token '{token}', which marks media. "
@@ -199,17 +199,17 @@ class CheckpointTokenizer:
 
     @cached_property
     def _template(self) -> ChatTemplate:
-        if not self._fast.chat_template:
+        if not self.fast.chat_template:
             raise CheckpointError(
                 f"{self.source} has no chat template, so a chat cannot be put into words for it. "
                 "Pass the whole prompt as raw_prompt."
             )
         try:
-            text = self._fast.get_chat_template()
+            text = self.fast.get_chat_template()
         except UNEXPECTED as error:
             raise CheckpointError(f"{self._path}: {error} Pass the whole prompt as raw_prompt.") from error
         names = {"tools": None, "documents": None, "add_generation_prompt": True}
-        return ChatTemplate(text, {**names, **self._fast.special_tokens_map}, self._path)
+        return ChatTemplate(text, {**names, **self.fast.special_tokens_map}, self._path)
 
 
 # What a tokenizer decodes bytes to that are no whole character yet.

@@ -102,12 +102,16 @@ class Processor:
             self, settings={**self.settings, **{key: units[key] for key in units if key in self.settings}}
         )
 
+    def made(self) -> Any:
+        """Return it as an object of transformers."""
+        if not self.settings:
+            raise InputError(f"how '{self.name}' resizes is not known here. {ENCODE_ITEMS}")
+        return _made(self.name, canonical(self.settings))
+
     def images(self, pixels: Pixels) -> list[Mapping[str, Tensor]]:
         from PIL import Image
 
-        if not self.settings:
-            raise InputError(f"{pixels.kind}: how '{self.name}' resizes is not known here. {ENCODE_ITEMS}")
-        processor = _made(self.name, canonical(self.settings))
+        processor = self.made()
         frames = channels_first(pixels.frames).permute(0, 2, 3, 1).cpu().numpy()
         try:
             return [processor(Image.fromarray(frame), return_tensors="pt") for frame in frames]

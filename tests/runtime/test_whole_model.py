@@ -1,0 +1,147 @@
+"""Answers with generic bundles: the model and processor of transformers around the engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+from transformers import AutoModelForImageTextToText
+
+import vlexport
+from tests.cli.lines import vlexport as command
+from tests.recipes.whole_checkpoints import WHOLE, photographs, write_whole
+from vlexport._build.build import build_checkpoint
+from vlexport._build.request import request
+from vlexport.checkpoint import Checkpoint
+from vlexport.errors import InputError, LimitError, MisfitError, UnsupportedError
+
+pytestmark = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.20"), reason="classes as transformers 5.23 has them"
+)
+QUESTION = "What is this?"
+TOKENS = 8
+FRAMES = torch.zeros(4, 32, 32, 3, dtype=torch.uint8)
+
+
+def built(model_type: str, folder, backend: str = "onnxruntime"):
+    source = write_whole(model_type, folder / model_type)
+    spec = request(
+        Checkpoint.open(str(source)), recipe="generic", backend=backend, into=folder / "engines"
+    )
+    return source, build_checkpoint(spec).require_passed()
+
+
+@pytest.fixture(scope="module")
+def tiles(tmp_path_factory):
+    return built("internvl", tmp_path_factory.mktemp("tiles"))
+
+
+def expected(source, processor: Any, images: list[Any]) -> tuple[list[int], list[int]]:
+    """Return prompt and answer of transformers alone."""
+    model = AutoModelForImageTextToText.from_pretrained(source).eval()
+    parts = [*({"type": "image"} for _ in images), {"type": "text", "text": QUESTION}]
+    text = processor.tokenizer.apply_chat_template(
+        [{"role": "user", "content": parts}], tokenize=False, add_generation_prompt=True
+    )
+    inputs = processor(text=[text], images=images or None, return_tensors="pt")
+    tokens = model.generate(**inputs, max_new_tokens=TOKENS, do_sample=False)[0].tolist()
+    prompt = inputs["input_ids"][0].tolist()
+    return prompt, tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    ["internvl", *(pytest.param(each, marks=pytest.mark.slow) for each in WHOLE if each != "internvl")],
+)
+def test_answers_about_pictures_are_those_of_transformers(model_type, tmp_path):
+    source, bundle = built(model_type, tmp_path)
+    with vlexport.load(bundle.path, decoder=str(source)) as pipeline:
+        processor = pipeline.require_generator().language.decoder.processor  # type: ignore[attr-defined]
+        for images in ([], photographs()[:1], photographs()):
+            answer = pipeline.generate(QUESTION, images=images, max_new_tokens=TOKENS)
+            prompt, tokens = expected(source, processor, images)
+            assert (list(answer.prompt_token_ids), list(answer.token_ids)) == (prompt, tokens)
+            assert answer.positions.shape[1] == len(prompt)
+            assert len(answer.media) == len(images)
+
+
+def test_answers_made_in_turns_are_those_made_one_by_one(tiles):
+    source, bundle = tiles
+    with vlexport.load(bundle.path, decoder=str(source)) as pipeline:
+        asked = [([photographs()[0]], "One?"), (photographs(), "Three?"), ([], "None?")]
+        alone = [
+            pipeline.generate(question, images=images, max_new_tokens=TOKENS) for images, question in asked
+        ]
+        streams = [
+            pipeline.stream(question, images=images, max_new_tokens=TOKENS) for images, question in asked
+        ]
+        for _ in range(TOKENS):
+            for stream in streams:
+                next(stream)
+        for stream, answer in zip(streams, alone, strict=True):
+            for _ in stream:
+                pass
+            assert stream.require_answer().token_ids == answer.token_ids
+
+
+def test_the_engine_and_not_the_own_tower_gives_the_rows(tiles):
+    source, bundle = tiles
+    with vlexport.load(bundle.path, decoder=str(source)) as pipeline:
+        before = pipeline.session.num_calls
+        pipeline.generate(QUESTION, images=photographs()[:1], max_new_tokens=1)
+        assert pipeline.session.num_calls == before + 1
+        pipeline.generate("Another?", images=photographs()[:1], max_new_tokens=1)
+        assert pipeline.session.num_calls == before + 1, "the same picture comes from the cache"
+        tower = pipeline.require_generator().language.decoder.model.model.vision_tower  # type: ignore[attr-defined]
+        assert sum(weight.numel() for weight in tower.parameters()) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "words"),
+    [
+        ({"prune": 0.5}, UnsupportedError, "prun"),
+        ({"prune_before": "static:0.5"}, UnsupportedError, "whole items"),
+        ({"videos": [FRAMES], "fps": 2.0}, UnsupportedError, "as images"),
+        ({"max_new_tokens": 5000}, LimitError, "the decoder takes 4096"),
+        ({"generation": vlexport.Generation(prefill_chunk=4)}, UnsupportedError, "prefill_chunk"),
+    ],
+)
+def test_what_a_whole_model_does_not_do_is_refused(tiles, options, kind, words):
+    source, bundle = tiles
+    with vlexport.load(bundle.path, decoder=str(source)) as pipeline:
+        with pytest.raises(kind, match=words):
+            pipeline.generate(QUESTION, **options)
+        with pytest.raises(InputError, match="special tokens"):
+            pipeline.generate("<IMG_CONTEXT> again")
+        with pytest.raises(UnsupportedError, match="declares no language model"):
+            pipeline.watch(fps=2)
+        assert pipeline.generate(QUESTION, max_new_tokens=1).finish == "length"
+
+
+def test_other_checkpoints_are_refused(tiles, tmp_path):
+    source, bundle = tiles
+    other = write_whole("gemma3", tmp_path / "other")
+    with pytest.raises(MisfitError, match=r"for internvl \(InternVLModel\).*has no such part"):
+        vlexport.load(bundle.path, decoder=str(other))
+    weights = write_whole("internvl", tmp_path / "weights")
+    model = AutoModelForImageTextToText.from_pretrained(source)
+    with torch.no_grad():
+        model.model.multi_modal_projector.linear_1.weight *= 1.01
+    model.save_pretrained(weights)
+    with pytest.raises(MisfitError, match="Build a bundle of the model's checkpoint"):
+        vlexport.load(bundle.path, decoder=str(weights))
+
+
+def test_the_command_answers(tiles, tmp_path):
+    source, bundle = tiles
+    photographs()[0].save(tmp_path / "picture.png")
+    words = ("--image", tmp_path / "picture.png", "--prompt", QUESTION, "--max-new-tokens", TOKENS)
+    done = command("run", bundle.path, "--decoder", source, *words, "--json")
+    assert done.code == 0, done.err
+    with vlexport.load(bundle.path, decoder=str(source)) as pipeline:
+        answer = pipeline.generate(QUESTION, images=str(tmp_path / "picture.png"), max_new_tokens=TOKENS)
+    assert done.document["token_ids"] == list(answer.token_ids)
+    assert "Loading" not in done.err

@@ -1,0 +1,288 @@
+"""Answers of a whole model of transformers whose vision half is the engine.
+
+Pictures and prompts are made by the model's own processor, positions and masks by the model itself. No code
+of the checkpoint is run.
+
+N prompt tokens.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from vlexport.checkpoint import Checkpoint
+from vlexport.checkpoint.error_context import checkpoint_errors
+from vlexport.errors import UNEXPECTED, CheckpointError, InputError, LimitError, UnsupportedError
+from vlexport.positions.rules import PromptPositions, delta_of
+from vlexport.recipe import PromptRule
+from vlexport.runtime.attached import attach_session
+from vlexport.runtime.decoder import DecoderOptions, Language, end_ids
+from vlexport.runtime.encoder import Encoder
+from vlexport.runtime.generate import AnswerGenerator, RuntimeOptions
+from vlexport.runtime.preprocess import MediaReader, check_fits, read_pixels, started
+from vlexport.runtime.prompt import TextBound, chat_of
+from vlexport.runtime.prune import Pruner
+from vlexport.runtime.request import KINDS, Request, RequestLimits, RequestState, TokenizedPrompt
+from vlexport.runtime.tokenizer import CheckpointTokenizer, Shield
+from vlexport.specs import Pixels
+from vlexport.vision.features.pixels import Processor
+
+# What a model keeps of the last prompt's positions in itself.
+KEPT = "rope_deltas"
+VIDEOS = (
+    "videos given; transformers' processor of videos needs torchvision, which vlexport does not use. Give "
+    "frames as images, or `encode` the video and use your own decoder."
+)
+
+
+class WholeModel:
+    """A decoder of token ids: the checkpoint's model and processor."""
+
+    def __init__(self, checkpoint: Checkpoint, pictures: Processor, options: DecoderOptions) -> None:
+        if options.compile or options.device != "cpu":
+            raise UnsupportedError(
+                f"decoder on {options.device}, compile {options.compile} given; the whole model of a generic "
+                "bundle runs on the cpu and is not compiled. Leave these options out."
+            )
+        self.tokenizer = CheckpointTokenizer(checkpoint)
+        self.processor = _processor(checkpoint, self.tokenizer, pictures)
+        self.model = _model(checkpoint, options.dtype)
+        text = self.model.config.get_text_config()
+        self.width, self.max_tokens = int(text.hidden_size), int(text.max_position_embeddings)
+        self.lock = threading.Lock()
+        self._parts = [part for part in self.model.modules() if hasattr(part, KEPT)]
+
+    def embed(self, ids_N: Tensor) -> Tensor:
+        """Return ids as they are: the model embeds them."""
+        return ids_N
+
+    def begin(self, num_tokens: int) -> ModelTurn:
+        return ModelTurn(self)
+
+    @torch.inference_mode()
+    def run(self, kept: Sequence[object], **inputs: Any) -> tuple[Any, list[object]]:
+        """Return outputs of one step and what the model keeps after it, given what it kept before."""
+        for part, value in zip(self._parts, kept or [None] * len(self._parts), strict=True):
+            setattr(part, KEPT, value)
+        outputs = self.model(**inputs, use_cache=True, logits_to_keep=1)
+        return outputs, [getattr(part, KEPT) for part in self._parts]
+
+
+class ModelTurn:
+    """One sequence of a whole model."""
+
+    def __init__(self, decoder: WholeModel) -> None:
+        self.decoder = decoder
+        self._memory: Any = None
+        self._kept: list[object] = []
+
+    def prompt(self, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """Return the logits after a prompt, and its positions [R, N] as the model makes them."""
+        seen: list[Tensor] = []
+
+        def note(_: nn.Module, __: object, named: Mapping[str, Any]) -> None:
+            if not seen and isinstance(positions := named.get("position_ids"), Tensor):
+                seen.append(positions.flatten(0, -2))
+
+        hook = self.decoder.model.get_decoder().register_forward_pre_hook(note, with_kwargs=True)
+        try:
+            logits_V = self._run(**inputs)
+        finally:
+            hook.remove()
+        return logits_V, seen[0] if seen else torch.arange(inputs["input_ids"].shape[1])[None]
+
+    def step(self, ids_N: Tensor, *_: object) -> Tensor:
+        with self.decoder.lock:
+            return self._run(input_ids=ids_N[None], past_key_values=self._memory)
+
+    def _run(self, **inputs: Any) -> Tensor:
+        outputs, self._kept = self.decoder.run(self._kept, **inputs)
+        self._memory = outputs.past_key_values
+        logits_V: Tensor = outputs.logits[0, -1].float()
+        return logits_V
+
+
+def load_model(checkpoint: Checkpoint, pictures: Processor, options: DecoderOptions) -> Language:
+    """Load a checkpoint's model and processor as a decoder."""
+    decoder = WholeModel(checkpoint, pictures, options)
+    return Language(
+        decoder=decoder, tokenizer=decoder.tokenizer, ends=end_ids(checkpoint), steps=ModelAnswers
+    )
+
+
+def _model(checkpoint: Checkpoint, dtype: object) -> Any:
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    report: Any
+    model: Any
+    auto: Any = AutoModelForImageTextToText
+    try:
+        with checkpoint_errors(checkpoint.path / "config.json"):
+            config = AutoConfig.from_pretrained(checkpoint.path, local_files_only=True)
+            if type(config) not in auto._model_mapping:  # noqa: SLF001  no other list
+                raise UnsupportedError(
+                    f"transformers has no model that answers for model type '{checkpoint.model_type}'. Use "
+                    "`encode` and your own decoder."
+                )
+            if config.is_encoder_decoder:
+                raise UnsupportedError(
+                    f"models of type '{checkpoint.model_type}' have an encoder and a decoder of text, which "
+                    "this runtime does not do. Use `vlexport.attach` and the model's own `generate`."
+                )
+            with _without_bars():
+                model, report = auto.from_pretrained(
+                    checkpoint.path,
+                    config=config,
+                    dtype=dtype or "auto",
+                    local_files_only=True,
+                    use_safetensors=True,
+                    output_loading_info=True,
+                )
+    except OSError as error:
+        raise CheckpointError(
+            f"{checkpoint.source}: transformers cannot load it ({' '.join(str(error).split())[:300]}). Pass "
+            "a checkpoint with its language model, as safetensors."
+        ) from error
+    if missing := sorted(report["missing_keys"]):
+        raise CheckpointError(
+            f"{checkpoint.source} lacks {len(missing)} tensors of {type(model).__name__}, such as "
+            f"{missing[0]}. Pass a checkpoint with its language model."
+        )
+    return model.eval()
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    from transformers.utils import logging
+
+    are_shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if are_shown:
+            logging.enable_progress_bar()
+
+
+def _processor(checkpoint: Checkpoint, tokenizer: CheckpointTokenizer, pictures: Processor) -> Any:
+    """Return transformers' processor of text and images, with the bundle's own processor of pictures.
+
+    Its class asks for a processor of videos, which cannot be had without torchvision: a subclass does not.
+    """
+    from transformers import ProcessorMixin
+
+    auto: Any = importlib.import_module("transformers.models.auto.processing_auto")
+    name = auto.PROCESSOR_MAPPING_NAMES.get(checkpoint.model_type)
+    try:
+        kind: Any = auto.processor_class_from_name(name) if name else None
+        if kind is None or not issubclass(kind, ProcessorMixin):
+            raise UnsupportedError(
+                f"transformers has no processor of text and images for model type '{checkpoint.model_type}'. "
+                "Use `encode` and your own decoder."
+            )
+        unchecked = type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda *_: None})
+        settings: dict[str, Any] = {}
+        if any(map(checkpoint.has_file, ("processor_config.json", "chat_template.json"))):
+            settings, _ = kind.get_processor_dict(checkpoint.path, local_files_only=True)
+        processor: Any = unchecked.from_args_and_dict(  # type: ignore[attr-defined]
+            [pictures.made(), tokenizer.fast], {"processor_class": name, **settings}
+        )
+    except UNEXPECTED as error:
+        raise UnsupportedError(
+            f"{checkpoint.source}: its processor '{name}' cannot be made here "
+            f"({' '.join(str(error).split())[:300]}). Check processor_config.json."
+        ) from error
+    if settings.get("chat_template"):
+        tokenizer.fast.chat_template = settings["chat_template"]
+    return processor
+
+
+class ModelAnswers(AnswerGenerator):
+    """A tower and a whole model that answer together, step by step."""
+
+    def __init__(self, encoder: Encoder, pruner: Pruner, language: Language, options: RuntimeOptions) -> None:
+        self.encoder, self.pruner, self.language = encoder, pruner, language
+        self.decoder = cast("WholeModel", language.decoder)
+        self.limits = options.limits
+        self.media = MediaReader(encoder.session, encoder.cache, pruner.graphs)
+        self.attached = attach_session(self.decoder.model, encoder.session)
+
+    def preprocess(self, request: Request) -> RequestState:
+        state = started(request, self.limits, self.pruner)
+        with state.timing("preprocess"):
+            if request.generation.prefill_chunk is not None:
+                raise UnsupportedError(
+                    "prefill_chunk given; a whole model takes its prompt at once. Leave it out."
+                )
+            text, sources = self._text(request, state.limits)
+            if sources["video"]:
+                raise UnsupportedError(VIDEOS)
+            pixels = [read_pixels("image", source, None, state.limits.media) for source in sources["image"]]
+            state.media = tuple(
+                self.media.read("image", each, None, state.limits.media, state.pruning) for each in pixels
+            )
+            state.inputs = self._inputs(text, pixels)
+            ids = tuple(state.inputs["input_ids"][0].tolist())
+            state.prompt = TokenizedPrompt(ids=ids, placeholders=())
+            check_fits(state, self.decoder)
+        return state
+
+    def _text(self, request: Request, limits: RequestLimits) -> tuple[str, dict[str, list[Any]]]:
+        bound = TextBound(self.language.tokenizer, limits)
+        if request.raw_prompt is not None:
+            text, sources = bound(request.raw_prompt), {kind: [*request.sources(kind)] for kind in KINDS}
+        else:
+            shield = Shield(self.language.tokenizer, ())
+            rule = PromptRule[Any](markers=dict.fromkeys(KINDS, ""), slots={}, expand=lambda *_: "")
+            messages, sources = chat_of(request, rule, lambda part: shield(bound(part)))
+            if shield.hidden and not request.allow_special_tokens:
+                raise InputError(
+                    "the text holds special tokens of this model, which its processor takes as such. Leave "
+                    "them out, or allow_special_tokens."
+                )
+            if shield.hidden:
+                messages, sources = chat_of(request, rule)
+            text = TextBound(self.language.tokenizer, limits)(self.language.tokenizer.render(messages))
+        if (count := sum(map(len, sources.values()))) > limits.max_items:
+            raise LimitError(
+                f"{count} images and videos given, at most {limits.max_items} expected. Send fewer or raise "
+                "RequestLimits.max_items."
+            )
+        return text, sources
+
+    def _inputs(self, text: str, pixels: Sequence[Pixels]) -> Mapping[str, Any]:
+        # As transformers tells whether a rendered chat has its first token already.
+        first = self.language.tokenizer.fast.bos_token
+        adds = not (first and text.startswith(first))
+        pictures = [Image.fromarray(each.frames[0].numpy()) for each in pixels]
+        try:
+            return dict(
+                self.decoder.processor(
+                    text=[text], images=pictures or None, return_tensors="pt", add_special_tokens=adds
+                )
+            )
+        except UNEXPECTED as error:
+            raise InputError(
+                f"prompt with {len(pixels)} images: the model's processor does not take it "
+                f"({' '.join(str(error).split())[:300]}). Check the number of images and of their places."
+            ) from error
+
+    def embed(self, state: RequestState) -> RequestState:
+        """Leave it to the model, which embeds and places a prompt as it is prefilled."""
+        return state
+
+    def prefill(self, state: RequestState) -> RequestState:
+        state.turn = turn = self.decoder.begin(len(state.prompt.ids))
+        with state.timing("prefill"), self.decoder.lock, self.attached.given(state.encoded):
+            state.logits, table_RN = turn.prompt(state.inputs)
+        state.positions = PromptPositions(table_RN=table_RN, delta=delta_of(table_RN))
+        del state.inputs
+        return state
