@@ -72,6 +72,7 @@ SLOW_PART := tests/test_traps.py tests/_build/test_environments.py tests/_build/
 	tests/backends/test_contract.py tests/cli/test_build.py tests/cli/test_demo.py \
 	tests/cli/test_bundles.py tests/cli/test_remedies.py tests/cli/test_console.py tests/cli/test_hub.py tests/cli/test_sweep.py tests/gpu tests/test_docs.py \
 	tests/_build/test_token_graphs.py tests/runtime/test_bytes.py tests/runtime/test_portable_page.py \
+	tests/runtime/test_whole_model.py tests/runtime/test_attached.py \
 	tests/parity/test_diagnosis.py tests/parity/test_sharp.py \
 	tests/onnx tests/vision tests/positions tests/pruning tests/parity/test_shipped.py \
 	tests/recipes/test_families.py tests/recipes/test_recorded_requests.py tests/recipes/test_qwen3_vl.py \
