@@ -9,7 +9,10 @@ from safetensors.torch import load_file, save_file
 from tests import subjects
 from tests.changed_recipes import with_few_mixes
 from tests.mutation.judge import CAPS, silent
+from tests.runtime.recorded import CHECKPOINT
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
+from vlexport._build.export import example_inputs, specs_of
+from vlexport._build.request import request
 from vlexport.backends import Engine, Runner
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import ResourceError
@@ -21,7 +24,7 @@ from vlexport.parity.reference import DEEP, run_reference
 from vlexport.parity.report import ParityReport
 from vlexport.parity.samples import Sample, SampleRules, random_items, samples
 from vlexport.recipe import Limit
-from vlexport.specs import Range, ShapeProfile, Symbol
+from vlexport.specs import MediaBounds, Range, ShapeProfile, Symbol, bind, check_within
 from vlexport.testing import in_torch
 
 
@@ -229,6 +232,22 @@ def test_samples_hold_a_faint_call_a_long_frame_and_far_positions(subject_of):
     names = [each.name for each in every if isinstance(each, Sample)]
     assert sum(name.endswith(", faint") for name in names) == 1
     assert {"long frame: 64 a side", "far rows: 1002 a side", "far columns: 1002 a side"} <= set(names)
+
+
+def test_some_cells_of_a_call_are_within_a_profile_of_one_image():
+    bounds = MediaBounds(max_pixels=20000, max_images=1)
+    spec = request(Checkpoint.open(CHECKPOINT), backend="onnxruntime", profile=bounds)
+    recipe, config, form = spec.recipe, spec.config, spec.form
+    inputs = specs_of(example_inputs(recipe, config, spec.dtype, form), recipe.axes(config, form))
+    rules = SampleRules(
+        profile=spec.profile, inputs=inputs, tokens=Symbol("tokens"), form=form, max_patches=4096
+    )
+    every = [each for each in samples(recipe, config, rules) if isinstance(each, Sample)]
+    assert len([each for each in every if each.name.endswith(", some cells")]) == 1
+    for sample in every:
+        tensors = recipe.prepare(config, sample.items, form)
+        sizes = bind(inputs, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        check_within(spec.profile, sizes)
 
 
 def small(subject):

@@ -86,9 +86,15 @@ def samples(recipe: Recipe[Any], config: Any, rules: SampleRules) -> Iterator[Sa
     sizes = {name: sum(math.prod(grid) for _, grid in mix) for name, mix in mixes.items()}
     packing = recipe.packing(config)
     fitting = [name for name in mixes if _misfit(recipe, config, mixes[name], rules) is None]
-    some = (
-        max(fitting, key=lambda name: (len(mixes[name]), name), default=None) if packing.takes_cells else None
-    )
+
+    def is_cut(name: str) -> bool:
+        # Parts of frames may have more runs than the frames, and a profile of few images not so many.
+        items = (blank(recipe, config, kind, grid) for kind, grid in mixes[name])
+        parts = [part_of(item, packing, seed) for seed, item in enumerate(items)]
+        return _outside(recipe, config, parts, rules) is None
+
+    largest_first = sorted(fitting, key=lambda name: (len(mixes[name]), name), reverse=True)
+    some = next(filter(is_cut, largest_first), None) if packing.takes_cells else None
     faint = next(iter(sorted(sizes, key=lambda name: (abs(sizes[name] - 64), name))), None)
     for number, name in enumerate(sorted(mixes, key=lambda name: (sizes[name], name))):
         reason = _misfit(recipe, config, mixes[name], rules)
@@ -170,8 +176,12 @@ def _misfit(
     count = sum(math.prod(grid) for _, grid in mix)
     if count > rules.max_patches:
         return f"{count} patches, more than the {rules.max_patches} that a check takes"
+    return _outside(recipe, config, [blank(recipe, config, kind, grid) for kind, grid in mix], rules)
+
+
+def _outside(recipe: Recipe[Any], config: Any, items: Sequence[MediaItem], rules: SampleRules) -> str | None:
     try:
-        check_within(rules.profile, symbol_values(recipe, config, mix, rules))
+        check_within(rules.profile, _values(recipe, config, items, rules))
     except LimitError as error:
         return f"outside the profile: {str(error).split(';', maxsplit=1)[0]}"
     except InputError as error:
@@ -183,7 +193,12 @@ def symbol_values(
     recipe: Recipe[Any], config: Any, mix: Sequence[tuple[str, Grid]], rules: SampleRules
 ) -> dict[Symbol, int]:
     """Return the value of every symbol of the engine's inputs for a mix."""
-    items = [blank(recipe, config, kind, grid) for kind, grid in mix]
+    return _values(recipe, config, [blank(recipe, config, kind, grid) for kind, grid in mix], rules)
+
+
+def _values(
+    recipe: Recipe[Any], config: Any, items: Sequence[MediaItem], rules: SampleRules
+) -> dict[Symbol, int]:
     inputs: Mapping[str, Tensor] = recipe.prepare(config, items, rules.form)
     return bind(rules.inputs, {name: tuple(tensor.shape) for name, tensor in inputs.items()})
 
