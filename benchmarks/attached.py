@@ -179,9 +179,10 @@ def prompts(
 
 def _token(config: Any, names: tuple[str, ...]) -> int:
     parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))]
-    token = next(
-        value for part in parts for name in names if (value := getattr(part, name, None)) is not None
-    )
+    given = (value for part in parts for name in names if (value := getattr(part, name, None)) is not None)
+    token = next(given, None)
+    if token is None:
+        raise VlexportError("its settings name no token of images: it writes no text")
     return int(token)
 
 

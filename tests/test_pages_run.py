@@ -167,14 +167,28 @@ def names_of(page: Path) -> dict[str, Any]:
     """Return what the programs of a page take for granted."""
     if page.name == "recipes.md":  # fragments of a recipe
         return dict(vars(importlib.import_module("vlexport.recipes.qwen2_vl")))
-    if page.name == "generic.md":
-        from transformers import AutoImageProcessor
+    if page not in (ROOT / "README.md", ROOT / "docs" / "generic.md"):
+        return {}
+    from transformers import (
+        AutoImageProcessor,
+        AutoModelForImageTextToText,
+        AutoTokenizer,
+        Qwen2_5_VLProcessor,
+    )
 
-        return {
-            "processor": AutoImageProcessor.from_pretrained(CHECKPOINT),
-            "picture": Image.open("photo.jpg"),
-        }
-    return {}
+    # Its class asks for a processor of videos, which needs torchvision.
+    unchecked = {"check_argument_for_proper_class": lambda *_: None}
+    kind: Any = type("Processor", (Qwen2_5_VLProcessor,), unchecked)
+    pictures = AutoImageProcessor.from_pretrained(CHECKPOINT)
+    processor = kind(pictures, AutoTokenizer.from_pretrained(CHECKPOINT))
+    with Image.open("photo.jpg") as opened:
+        picture = opened.convert("RGB")
+    own = {"picture": picture, "prompt": "<|vision_start|><|image_pad|><|vision_end|>What?"}
+    if page.name == "README.md":
+        model = AutoModelForImageTextToText.from_pretrained(CHECKPOINT).eval()
+        return {**own, "processor": processor, "model": model}
+    inputs = processor(images=own["picture"], text=own["prompt"], return_tensors="pt")
+    return {**own, "processor": pictures, "inputs": inputs}
 
 
 def runnable(page: Path) -> bool:
