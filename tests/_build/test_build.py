@@ -325,7 +325,8 @@ def test_what_loses_too_much_in_a_precision_names_the_numbers_and_what_to_build_
     assert "loses too much on 'two images': ratio 1.76 x noise, 1.40 allowed. " in refusal(noisy)
     # What is wrong before precision comes in is no matter of precision.
     assert "loses too much" not in refusal(exact_row("order", ["row 3 differs"], "-"), noisy)
-    others = [each for each in ("inductor", "openvino") if runs_here(find_backend(each))]
+    bfloat16 = half.manifest.precision
+    others = [each for each in ("inductor", "openvino") if runs_here(find_backend(each), bfloat16)]
     assert f"Build bfloat16 with --backend {' or '.join(others)}, or float32." in refusal(noisy)
 
 

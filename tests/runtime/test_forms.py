@@ -90,6 +90,7 @@ def packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Packages:
         token_graphs, "exported_selection", lambda _, __, device: SimpleNamespace(name="prune", device=device)
     )
     monkeypatch.setattr(token_graphs, "TRIED_APART", ())
+    monkeypatch.setattr(token_graphs, "_try", lambda *_: None)
     names = {token_graphs._Rows: "positions", token_graphs._Kept: "kept"}
     monkeypatch.setattr(
         token_graphs,
