@@ -15,7 +15,7 @@ import torch
 import vlexport
 from tests.bundle.test_store import left_by
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
-from vlexport import system
+from vlexport import specs, system
 from vlexport._build.export import example_inputs
 from vlexport._build.plan import forecast
 from vlexport.backends import find_backend, runs_here
@@ -325,7 +325,7 @@ def test_what_loses_too_much_in_a_precision_names_the_numbers_and_what_to_build_
     assert "loses too much on 'two images': ratio 1.76 x noise, 1.40 allowed. " in refusal(noisy)
     # What is wrong before precision comes in is no matter of precision.
     assert "loses too much" not in refusal(exact_row("order", ["row 3 differs"], "-"), noisy)
-    bfloat16 = half.manifest.precision
+    bfloat16 = specs.Precision(dtype="bfloat16")
     others = [each for each in ("inductor", "openvino") if runs_here(find_backend(each), bfloat16)]
     assert f"Build bfloat16 with --backend {' or '.join(others)}, or float32." in refusal(noisy)
 
