@@ -19,7 +19,7 @@ from tests.golden_data import FOLDER
 from tests.mutation.trials import TRIALS
 from tests.reference.test_decoders import text_model_of
 from tests.tiny_qwen2_5_vl import flat
-from vlexport.backends import find_backend
+from vlexport.backends import capability_of, find_backend
 from vlexport.checkpoint import Checkpoint
 from vlexport.codec import encode
 from vlexport.errors import CheckpointError, InputError, LimitError
@@ -332,8 +332,11 @@ OPTION = {"int8": "--quantize", "uint8": "--input"}
 @pytest.mark.parametrize(("name", "way"), BUILDS)
 def test_the_demo_checkpoint_builds_in_every_precision(tmp_path, name, way):
     backend, precision = way.split()
-    if missing := find_backend(backend).missing():
-        pytest.skip(missing)
+    library, quantize = find_backend(backend), "int8" if precision == "int8" else None
+    able = capability_of(library, "float32" if precision in OPTION else precision, quantize)
+    assert able is not None
+    if lacking := library.missing() or library.cannot_compute(able.precision):
+        pytest.skip(lacking)
     words = [OPTION.get(precision, "--dtype"), precision]
     if backend == "tensorrt_rtx":
         words += ["--targets", "sm89", "--profile", "thumbnail"]
