@@ -20,6 +20,7 @@ from tests.mutation.runner import (
     seen_by,
 )
 from tests.mutation.trials import CLASSES, demo_trials, recipe_of, write_trial
+from vlexport.backends.onnxruntime import dot_products
 from vlexport.errors import InputError
 from vlexport.recipe import list_recipes, recipe_folder
 
@@ -69,10 +70,24 @@ def test_there_are_enough_bugs_and_no_two_are_called_alike():
     assert len({*demos, *CLASSES}) == len(demos) + len(CLASSES)
 
 
+INTEGERS = [name for name in SAMPLE if name.startswith("int8")]
+
+
 @pytest.mark.slow
-def test_the_gate_sees_the_sample_and_nothing_where_there_is_no_bug():
+@pytest.mark.parametrize(
+    "names",
+    [
+        [name for name in SAMPLE if name not in INTEGERS],
+        pytest.param(
+            INTEGERS,
+            marks=pytest.mark.skipif(not dot_products(), reason="the processor has no VNNI: no int8 engine"),
+        ),
+    ],
+    ids=["floats", "integers"],
+)
+def test_the_gate_sees_the_sample_and_nothing_where_there_is_no_bug(names):
     lines: list[str] = []
-    outcomes = judged([find_bug(name) for name in SAMPLE], workers=2, report=lines.append)
+    outcomes = judged([find_bug(name) for name in names], workers=2, report=lines.append)
     unseen = {each.bug.name: each.faults for each in outcomes if SAMPLE[each.bug.name] not in each.faults}
     assert unseen == {}
     right = judged(right_library(outcomes), workers=2, report=lines.append)
