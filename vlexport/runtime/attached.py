@@ -104,13 +104,13 @@ class Attached:
         setattr(self.model.get_submodule(parent), own, weight)
 
     @contextmanager
-    def given(self, items: Sequence[Encoded]) -> Iterator[None]:
+    def taking(self, items: Sequence[Encoded]) -> Iterator[None]:
         """Take the rows of these items, all of a call's, in this thread instead of running the engine."""
-        self._features.local.known = items
+        self._features.local.encoded = items
         try:
             yield
         finally:
-            del self._features.local.known
+            del self._features.local.encoded
 
     def detach(self) -> None:
         """Close the engine and give the model its methods and weights back; refuse if none can be read."""
@@ -293,13 +293,13 @@ class _Features:
         rows = torch.randn(count, self.packing.row_width, generator=generator)
         return {"pixel_values": rows, "image_grid_thw": grids}
 
-    def _compare(self, own_output: Any, given: Any) -> None:
+    def _compare(self, own_output: Any, engine_output: Any) -> None:
         limits, dtype = self.session.recipe.limits, str(self.owner.dtype).removeprefix("torch.")
         is_whole = {self.session.bundle.manifest.precision.name, dtype} == {"float32"}
         is_rounded = not is_whole and "bfloat16" in limits
         most = limits["bfloat16"].relative_l2 if is_rounded else SLACK * limits["float32"].relative_l2
         expected = outputs_of(own_output)
-        for name, rows_ND in outputs_of(given).items():
+        for name, rows_ND in outputs_of(engine_output).items():
             own = expected[name].double()
             same = rows_ND.shape == own.shape
             error = float((rows_ND.double() - own).norm() / own.norm()) if same else math.inf
@@ -386,10 +386,10 @@ class _Features:
 
     def _rows(self, patches: Tensor, grids: Sequence[Grid]) -> Iterator[Tensor]:
         """Yield the engine's outputs in the model's dtype."""
-        known: Sequence[Encoded] | None = getattr(self.local, "known", None)
-        if known is not None:
+        encoded: Sequence[Encoded] | None = getattr(self.local, "encoded", None)
+        if encoded is not None:
             for name in self.packing.outputs:
-                rows = [item.layers.get(name, item.embeds) for item in known]
+                rows = [item.layers.get(name, item.embeds) for item in encoded]
                 yield torch.cat(rows).to(self.owner.dtype)
             return
         rows_ND = self.session.run_packed(patches, grids).to(self.owner.dtype)

@@ -281,7 +281,7 @@ class ModelAnswers(AnswerGenerator):
 
     def prefill(self, state: RequestState) -> RequestState:
         state.turn = turn = self.decoder.begin(len(state.prompt.ids))
-        with state.timing("prefill"), self.decoder.lock, self.attached.given(state.encoded):
+        with state.timing("prefill"), self.decoder.lock, self.attached.taking(state.encoded):
             state.logits, table_RN = turn.prompt(state.inputs)
         state.positions = PromptPositions(table_RN=table_RN, delta=delta_of(table_RN))
         del state.inputs
