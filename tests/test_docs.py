@@ -15,6 +15,7 @@ from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 
 # What a test cannot run, and why; a command belongs to the longest of these beginnings.
 NOT_RUN = {
+    "python BUNDLE/proof/check.py": "a file of a bundle; tests/runtime/test_proof.py runs it",
     "python -m tests.sharp": "ten minutes; tests/parity/test_sharp.py builds the same towers",
     "docker run": "no docker daemon where the tests run; tests/repo/test_images.py reads the container files",
     "make bench": "45 minutes",

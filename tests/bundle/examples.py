@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from vlexport.bundle import (
+    Bounds,
     BuildKey,
     Bundle,
     CheckpointIdentity,
@@ -14,6 +15,8 @@ from vlexport.bundle import (
     GraphsIdentity,
     Manifest,
     Precision,
+    Proof,
+    ProofCall,
     RecipeIdentity,
     Staging,
     Verdict,
@@ -50,6 +53,16 @@ MANIFEST = Manifest(
     options={"opt_level": 3},
     files={},
     parity=Verdict(status="passed", table={"rows": [{"output": "embeds", "relative_l2": 1.5e-6}]}),
+    proof=Proof(
+        calls=(
+            ProofCall(
+                name="one image",
+                bounds={"embeds": Bounds(relative_l2=1e-6, worst_token=5e-6)},
+                rows_sha256="e" * 64,
+            ),
+        ),
+        machine="eager@0.1; a processor",
+    ),
     created="2026-01-31T12:00:00Z",
 )
 

@@ -202,10 +202,10 @@ def test_an_account_without_a_home_has_no_folders_in_the_current_one(tmp_path, m
 
 def test_inspect_reads_a_newer_bundle_as_far_as_it_can(bundle: Bundle, data: Path) -> None:
     path = bundle.path / MANIFEST_NAME
-    path.write_bytes(path.read_bytes().replace(b'"schema": 6', b'"schema": 7'))
+    path.write_bytes(path.read_bytes().replace(b'"schema": 7', b'"schema": 8'))
     found = Bundle.inspect(bundle.path, user_data=data)
     assert found.manifest is None
-    assert found.content["schema"] == 7
+    assert found.content["schema"] == 8
     assert found.problem is not None
     assert "newer" in found.problem
 

@@ -157,11 +157,11 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     ),
     "older": (
         edited(lambda value: value.update(schema=1)),
-        r"schema 1 found, 6 expected.*older version.*[Bb]uild",
+        r"schema 1 found, 7 expected.*older version.*[Bb]uild",
     ),
     "newer": (
-        edited(lambda value: value.update(schema=7, invented="later")),
-        r"schema 7 found.*newer version. Update vlexport",
+        edited(lambda value: value.update(schema=8, invented="later")),
+        r"schema 8 found.*newer version. Update vlexport",
     ),
     **{
         f"{place} spelled otherwise": (raw, "not formatted as vlexport writes it")

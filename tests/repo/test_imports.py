@@ -36,6 +36,7 @@ ALLOWED = {
         "checkpoint",
         "media",
         "parity",
+        "parity.metrics",
         "positions",
         "pruning",
         "recipe",
@@ -59,6 +60,7 @@ ALLOWED = {
         "vision",
     },
     "parity": {
+        "parity.metrics",
         "runtime",
         "backends",
         "_build.spec",
@@ -121,7 +123,15 @@ ALLOWED = {
         "specs",
     },
     # The layers that overflow float16, found by running the tower on the samples of the accuracy check.
-    "_build.precision": {"_build.export", "checkpoint", "parity", "recipe", "specs", "vision"},
+    "_build.precision": {
+        "_build.export",
+        "checkpoint",
+        "parity",
+        "parity.metrics",
+        "recipe",
+        "specs",
+        "vision",
+    },
     # What `build` would do, without doing it.
     "_build.plan": {
         "_build.spec",
@@ -143,6 +153,8 @@ ALLOWED = {
     "_build.export": {"recipe", "_build.graph", "checkpoint", "specs", "vision"},
     "runtime": {
         "bundle",
+        # A bundle's own proof is measured as its check was.
+        "parity.metrics",
         "backends",
         "positions",
         "pruning",
@@ -215,6 +227,7 @@ ALLOWED = {
         "target",
     },
     "bundle.user_folders": set(),
+    "parity.metrics": set(),
     "_build.sources": set(),
     "specs": set(),
     "errors": set(),

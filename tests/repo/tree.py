@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # The steps of a build lie in one folder, and others stand between them; what bundles of repositories look
 # like is known above the package of bundles, and files of the user's cache below it.
-PARTS_OF_THEIR_OWN = ("_build.", "bundle.hub", "bundle.user_folders")
+PARTS_OF_THEIR_OWN = ("_build.", "bundle.hub", "bundle.user_folders", "parity.metrics")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,6 +44,7 @@ from vlexport.bundle import (
     CheckpointIdentity,
     Manifest,
     Precision,
+    Proof,
     RecipeIdentity,
     Staging,
     Trust,
@@ -255,11 +256,12 @@ def build_checkpoint(spec: BuildSpec, progress: Progress = log_progress, graph: 
             progress("resume", 0.0)
         else:
             manifest, program = _engine(spec, key, staging, progress, graph)
-        report = _check(spec, manifest, staging, progress, program)
+        report, proof, added = _check(spec, manifest, staging, progress, program)
         progress("store", 0.0)
-        manifest = replace(manifest, parity=_verdict(report))
-        about = staging.add(CARD, card(manifest, path.name, licence_of(spec.checkpoint)).encode())
-        manifest = replace(manifest, files={**manifest.files, CARD: about})
+        manifest = replace(manifest, parity=_verdict(report), proof=proof)
+        added[CARD] = card(manifest, path.name, licence_of(spec.checkpoint)).encode()
+        about = {name: staging.add(name, content) for name, content in added.items()}
+        manifest = replace(manifest, files={**manifest.files, **about})
         bundle = staging.publish(manifest)
         _kept_graph(digest).discard()
         return Built(bundle=bundle, cached=False)
@@ -298,6 +300,7 @@ def _engine(
         options=key.options,
         files=staging.files(),
         parity=Verdict(status="not_run"),
+        proof=Proof(),
         created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
     )
     return manifest, graph.program if backend.cannot_run(key.target) else None
@@ -309,9 +312,11 @@ def _check(
     staging: Staging,
     progress: Progress,
     program: ExportedProgram | None,
-) -> ParityReport:
+) -> tuple[ParityReport, Proof, dict[str, bytes]]:
+    """Return the report of the check, and of an engine that passed its proof and the proof's files."""
     from vlexport._build.export import trace
-    from vlexport.parity.check import OfflineEngine, check_offline, diagnosed, run_checks
+    from vlexport.parity.check import Checker, OfflineEngine, check_offline, diagnosed, run_checks
+    from vlexport.parity.proof import proof_of
 
     assert spec.backend is not None
     draft, backend = staging.keep(manifest), spec.backend
@@ -322,6 +327,12 @@ def _check(
     progress("check", 0.0)
     interface = EngineSpec(inputs=manifest.inputs, outputs=manifest.outputs, profile=manifest.profile)
     cannot_run = backend.cannot_run(manifest.target)
+    proof, added = Proof(), dict[str, bytes]()
+
+    def keep_proof(checker: Checker) -> None:
+        nonlocal proof, added
+        proof, added = proof_of(checker, manifest)
+
     try:
         tokens = opened_graphs(manifest.graphs, draft, manifest.outputs[0].dtype)
         portable = portable_of(backend, draft, spec.selector, spec.cells) if cannot_run is None else None
@@ -339,7 +350,13 @@ def _check(
         with Engine(None if on_cpu else opened(), interface, begin=opened if on_cpu else None) as engine:
             inside = inside_of(backend, draft)
             report = run_checks(
-                engine, spec, inside=inside, graphs=tokens, portable=portable, progress=show_check
+                engine,
+                spec,
+                inside=inside,
+                graphs=tokens,
+                portable=portable,
+                progress=show_check,
+                then=keep_proof,
             )
             if not report.passed:
                 report = diagnosed(report, spec, engine, show_check)
@@ -350,7 +367,7 @@ def _check(
         report = check_offline(unrun, spec, tokens, show_check)
     if any(row.verdict in ("failed", "blocked") and GRAPHS.search(row.check) for row in report.rows):
         _forget_graphs(staging.folder)
-    return report
+    return report, proof, added
 
 
 def _forget_graphs(folder: Path) -> None:

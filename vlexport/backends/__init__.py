@@ -11,6 +11,7 @@ from vlexport.backends._inspection import (
     Inside,
     Partly,
     Portable,
+    RunsAlone,
     RunsPortable,
     Sums,
     WritesStandalone,
@@ -35,7 +36,7 @@ from vlexport.specs import BYTES, PIXELS, Precision
 __all__ = (
     "Backend", "BuildLimits", "Capability", "ChecksNetwork", "Engine", "EngineSpec", "Folder",
     "FunctionRunner", "Inside", "Options", "Partly", "Payloads", "Portable", "Progress", "Runner",
-    "RunsPortable", "Sums", "WritesStandalone", "backend_names", "capability_of", "find_backend",
+    "RunsAlone", "RunsPortable", "Sums", "WritesStandalone", "backend_names", "capability_of", "find_backend",
     "inside_of", "log_progress", "portable_of", "refused_by", "require", "runs_here",
 )  # fmt: skip
 

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vlexport._build.graph import Graph
+    from vlexport.specs import Quantisation
 
+# What runs a job, which it finds beside it.
+PROGRAM = Path(__file__).with_name("_standalone_run.py")
 Partly = Callable[[Mapping[str, "Tensor"], Callable[[str], bool]], Mapping[str, "Tensor"]]
 
 
@@ -111,11 +114,18 @@ class WritesStandalone(Protocol):
         """Write the graph and a program for it; return lines about these files, for whoever gets them."""
 
 
+@runtime_checkable
+class RunsAlone(Protocol):
+    """A backend whose library runs an engine's files without vlexport."""
+
+    def job(self, options: Options, quantisation: Quantisation | None) -> dict[str, object]:
+        """Return what `_standalone_run.py` needs: library, model, device and settings."""
+
+
 def write_run(folder: Path, job: Mapping[str, object]) -> str:
     """Write a program that runs a model with its library alone, as in `job`; return lines about both."""
     (folder / "job.json").write_text(json.dumps(job, indent=1) + "\n", encoding="utf-8")
-    script = Path(__file__).with_name("_standalone_run.py").read_text(encoding="utf-8")
-    (folder / "run.py").write_text(script, encoding="utf-8")
+    (folder / "run.py").write_bytes(PROGRAM.read_bytes())
     return (
         f"  python run.py        runs {job['model']} with {job['library']} and numpy alone;\n"
         "                       prints the errors, exit code 1 where one is over its limit\n"

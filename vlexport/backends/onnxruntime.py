@@ -160,8 +160,11 @@ class OnnxRuntime(Backend):
 
     def write_standalone(self, graph: Graph, options: Options, folder: Path) -> str:
         self.build(graph, options, folder)
+        return write_run(folder, self.job(options, graph.quantisation))
+
+    def job(self, options: Options, _: Quantisation | None) -> dict[str, object]:
         device = PROVIDERS[options.kind or "cpu"]
-        return write_run(folder, {"library": self.name, "model": MODEL, "device": device, "settings": MEMORY})
+        return {"library": self.name, "model": MODEL, "device": device, "settings": MEMORY}
 
     def inside(self, payloads: Payloads) -> Inside:
         import onnx

@@ -121,9 +121,11 @@ class OpenVino(Backend):
 
     def write_standalone(self, graph: Graph, options: Options, folder: Path) -> str:
         self.build(graph, options, folder)
-        group = str(graph.quantisation.activations) if graph.quantisation else None
-        job = {"library": "openvino", "model": MODEL, "device": "CPU", "settings": _settings(options, group)}
-        return write_run(folder, job)
+        return write_run(folder, self.job(options, graph.quantisation))
+
+    def job(self, options: Options, quantisation: Quantisation | None) -> dict[str, object]:
+        settings = _settings(options, str(quantisation.activations) if quantisation else None)
+        return {"library": self.name, "model": MODEL, "device": "CPU", "settings": settings}
 
     def inside(self, payloads: Payloads) -> Inside:
         library = _library()

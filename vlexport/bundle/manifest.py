@@ -1,4 +1,4 @@
-"""The manifest of a bundle, `manifest.json`, schema 6, read strictly and written in one way; and its key."""
+"""The manifest of a bundle, `manifest.json`, schema 7, read strictly and written in one way; and its key."""
 
 from __future__ import annotations
 
@@ -13,14 +13,23 @@ from typing import Literal
 
 from vlexport._build.sources import recipe_digest
 from vlexport.bundle.files import FileRecord, check_digest, check_names
-from vlexport.codec import MAX_BYTES, Json, JsonObject, canonical, decode, encode, freeze_object, parse
+from vlexport.codec import (
+    MAX_BYTES,
+    Json,
+    JsonObject,
+    canonical,
+    decode,
+    encode,
+    freeze_object,
+    parse,
+)
 from vlexport.errors import BundleError, InputError
 from vlexport.specs import BYTES, DTYPES, PIXELS, ShapeProfile, TensorSpec
 from vlexport.target import Target
 
 # 3: graphs of pruning and positions. 4: adapters and quantised checkpoints. 5: digests of parts of files.
-# 6: rules before the tower.
-SCHEMA = 6
+# 6: rules before the tower. 7: the bundle's own proof.
+SCHEMA = 7
 
 Status = Literal["passed", "failed", "observed", "blocked", "not_run"]
 
@@ -142,6 +151,35 @@ class Verdict:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Bounds:
+    """The largest errors of rows that pass."""
+
+    relative_l2: float
+    worst_token: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProofCall:
+    """A call of the check that is stored: bounds by output, and the digest of the engine's rows."""
+
+    name: str
+    bounds: Mapping[str, Bounds]
+    rows_sha256: str
+
+    def __post_init__(self) -> None:
+        check_digest(self.rows_sha256, "proof.rows_sha256")
+        object.__setattr__(self, "bounds", MappingProxyType(dict(self.bounds)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Proof:
+    """Calls with the reference's rows beside the engine, and where the engine passed them first; or none."""
+
+    calls: tuple[ProofCall, ...] = ()
+    machine: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
     """Everything about a bundle but its payloads. `key` is `key_of` its build; `created` is in UTC."""
 
@@ -161,6 +199,7 @@ class Manifest:
     options: JsonObject
     files: Mapping[str, FileRecord]
     parity: Verdict
+    proof: Proof
     created: str
 
     def __post_init__(self) -> None:
@@ -199,7 +238,7 @@ class Manifest:
         return manifest
 
     def identity(self) -> dict[str, Json]:
-        encoded = encode(replace(self, files={}, parity=Verdict(status="not_run")))
+        encoded = encode(replace(self, files={}, parity=Verdict(status="not_run"), proof=Proof()))
         return dict(_flat({**encoded, "target": self.target.fields()}))
 
     def encoded(self) -> bytes:

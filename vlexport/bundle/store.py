@@ -82,6 +82,7 @@ class Staging:
         return {name: files.record_of(self.folder, name) for name in names if name != MANIFEST_NAME}
 
     def add(self, name: str, content: bytes) -> FileRecord:
+        (self.folder / name).parent.mkdir(exist_ok=True)
         (self.folder / name).write_bytes(content)
         return files.record_of(self.folder, name)
 

@@ -166,6 +166,12 @@ class Newer(_Records):
             self._keep(digest, "\n".join(sorted(after)).encode(), "the check on a newer library")
 
 
+class Proved(Newer):
+    """Machines and libraries on which a bundle passed its own proof."""
+
+    NAME = "proved"
+
+
 def _unwritable(path: Path, what: str, error: OSError) -> str:
     return (
         f"{path}: {what} cannot be recorded ({error.strerror}); expected a folder that you can write to. "

@@ -10,6 +10,7 @@ from vlexport._build.timings import Timings, keep, recall
 from vlexport.cli.options import ADAPTER, BUNDLE, JSON, RECIPE_FILE, TRUST, argument, flag, new_file, option
 from vlexport.cli.output import data_is_out, is_verbose, print_line, show, show_json, show_report, show_table
 from vlexport.cli.progress import Overall, phases
+from vlexport.codec import encode
 from vlexport.errors import ParityError, RequestError, ResourceError
 
 if TYPE_CHECKING:
@@ -19,27 +20,40 @@ if TYPE_CHECKING:
 
 
 def verify(
-    bundle: Path = BUNDLE, trust: str | None = TRUST, recipe: str | None = RECIPE_FILE, as_json: bool = JSON
+    bundle: Path = BUNDLE,
+    run: bool = flag("--run", "Run the engine on calls that are stored with the reference's rows."),
+    trust: str | None = TRUST,
+    recipe: str | None = RECIPE_FILE,
+    as_json: bool = JSON,
 ) -> None:
     """Check hashes, trust and compatibility with this machine.
 
-    The engine is not loaded.
+    The engine is loaded with --run alone, which needs no checkpoint. With a newer library that passes, the
+    bundle opens from then on.
     """
     from vlexport.bundle import Bundle
 
     opened = Bundle.open(bundle, trust=trust)
     from vlexport.parity.report import summary_of
-    from vlexport.runtime.opening import require_fit
+    from vlexport.runtime.opening import open_engine, require_fit
 
-    require_fit(opened, recipe)
-    manifest, summary = opened.manifest, summary_of(opened.verdict)
+    require_fit(opened, recipe, unproven=run)
+    manifest, summary, proof = opened.manifest, summary_of(opened.verdict), None
+    if run:
+        from vlexport.runtime.proof import require_proven
+
+        with open_engine(opened, unproven=True) as engine:
+            proof = require_proven(opened, engine)
     if as_json:
         files = {name: record.sha256 for name, record in manifest.files.items()}
         result = {"bundle": str(bundle), "digest": opened.digest, "target": manifest.target.tag}
-        show_json("verify", {**result, "parity": opened.verdict.status, "summary": summary, "files": files})
+        verdict = {"parity": opened.verdict.status, "summary": summary, "files": files}
+        show_json("verify", {**result, **verdict, "proof": encode(proof)})
     else:
         show(f"{bundle}: {len(manifest.files)} files intact, trusted, fits {manifest.target}")
         print_line(f"accuracy check: {summary}")
+        if proof is not None:
+            print_line(f"proof: passed: {proof.summary()}")
 
 
 def parity(

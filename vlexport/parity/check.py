@@ -142,8 +142,11 @@ def run_checks(  # noqa: PLR0913  what a check may be given besides the two side
     portable: Portable | None = None,
     progress: Progress = log_progress,
     stop: bool = True,
+    then: Callable[[Checker], None] | None = None,
 ) -> ParityReport:
     """Run the levels in order; after one that fails the others are not run, unless `stop` is false.
+
+    then  is given the finished check of an engine that passed
 
     With its files' contents, the engine's weights and blocks are compared too, and the graphs of pruning and
     positions, in the bundle's own form and as portable files.
@@ -164,7 +167,10 @@ def run_checks(  # noqa: PLR0913  what a check may be given besides the two side
         give_back(subject.size)
     if not isinstance(subject.recipe.outline(subject.config), StagedTower):
         rows.append(unseen("engine blocks", WHOLE))
-    return ParityReport(rows=tuple(rows), required=required)
+    report = ParityReport(rows=tuple(rows), required=required)
+    if then is not None and report.passed:
+        then(climb)
+    return report
 
 
 def curve_of(subject: BuildSpec, profile: ShapeProfile, inputs: tuple[TensorSpec, ...]) -> LayerCurve | None:

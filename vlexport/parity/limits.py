@@ -42,7 +42,7 @@ class Answer:
 
 def structure_rows(answers: Sequence[Answer], truths: ReferenceOutputs, limit: Limit | None) -> list[Row]:
     """Return L1, end to end: every output of every sample in float32."""
-    largest = _largest_floor(truths)
+    largest = largest_floor(truths)
     rows: list[Row] = []
     for answer in answers:
         truth = truths.of[answer.sample]
@@ -53,7 +53,7 @@ def structure_rows(answers: Sequence[Answer], truths: ReferenceOutputs, limit: L
             rows.append(blocked("L1", answer.sample, "the two sides were given different inputs"))
             continue
         for name, expected in truth.outputs.items():
-            own = _numbers(truth.floor, name)
+            own = numbers(truth.floor, name)
             limits = _widened(limit, own or largest.get(name))
             row = compared("L1", name, answer.sample, (answer.outputs.get(name), expected), limits)
             rows.append(_with_noise(row, own) if own else row)
@@ -104,7 +104,7 @@ def dtype_rows(
         for name, expected in truth.outputs.items():
             pair = (answer.outputs.get(name), expected)
             rows.append(_ratio_row(name, answer.sample, pair, truth))
-            lost = _numbers(truth.dtype_floor, name)
+            lost = numbers(truth.dtype_floor, name)
             own = raised(cap, lost) if cap and raised and lost else cap
             limits = {} if own is None else {"relative_l2": own.relative_l2, "worst_token": own.worst_token}
             origin = own.origin if own else "no cap"
@@ -187,7 +187,7 @@ def _with_sqnr(row: Row) -> Row:
 
 
 def _ratio_row(name: str, sample: str, pair: tuple[Tensor | None, Tensor], truth: ReferenceOutput) -> Row:
-    floor = _numbers(truth.dtype_floor, name)
+    floor = numbers(truth.dtype_floor, name)
     limits = {"ratio": RATIO_L2, "token_ratio": RATIO_TOKEN}
     if floor is None or not floor.relative_l2 or not floor.worst_token:
         return blocked("L2", sample, "the reference's noise in this precision could not be measured")
@@ -224,16 +224,18 @@ def _with_noise(row: Row, floor: Metrics) -> Row:
     return replace(row, metrics={**row.metrics, **noise})
 
 
-def _numbers(floor: Floor | None, name: str) -> Metrics | None:
+def numbers(floor: Floor | None, name: str) -> Metrics | None:
+    """Return the error of an output; none where it was not measured."""
     metrics = None if floor is None else floor.get(name)
     return metrics if isinstance(metrics, Metrics) else None
 
 
-def _largest_floor(truths: ReferenceOutputs) -> dict[str, Metrics]:
+def largest_floor(truths: ReferenceOutputs) -> dict[str, Metrics]:
+    """Return the largest rounding of the reference by output, over all calls where it was measured."""
     floors: dict[str, list[Metrics]] = {}
     for truth in truths.of.values():
         for name in truth.floor or {}:
-            if own := _numbers(truth.floor, name):
+            if own := numbers(truth.floor, name):
                 floors.setdefault(name, []).append(own)
     return {name: most for name, several in floors.items() if (most := largest(several))}
 

@@ -99,6 +99,12 @@ def card(manifest: Manifest, name: str, licence: str | None) -> str:
     if report:
         table = "\n".join(map(plain, report.table().splitlines()))
         accuracy = f"{plain(report.summary())}\n\n```\n{table}\n```"
+    if manifest.proof.calls:
+        run = command(Path(bundle), manifest, "verify", "--run")
+        accuracy += (
+            f"\n\nIt proves itself without the checkpoint: `{run}` runs {len(manifest.proof.calls)} stored "
+            f"calls, which passed on {plain(manifest.proof.machine)}."
+        )
     named = f"It names the licence `{licence}`." if licence else "It names none that could be read."
     photo = ("--image", "photo.jpg", "--output", "features.safetensors")
     return PAGE.format(

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from vlexport.bundle import Bundle, Manifest, command
+from vlexport.bundle.trust import Proved
 from vlexport.codec import Json, encode
 from vlexport.parity.report import WHOLE, WORDS, ParityReport, Row, report_in
 from vlexport.report.chart import Curve, Panel, Point, draw
@@ -82,7 +83,7 @@ def page(bundle: Bundle, results: Results | None = None) -> str:
         f"{manifest.precision.name}, for calls of profile {manifest.profile.name}."
     )
     sections = [
-        ("Accuracy", _accuracy(report) if report else _missing(_about(bundle, "parity"))),
+        ("Accuracy", (_accuracy(report) if report else _missing(_about(bundle, "parity"))) + _proof(bundle)),
         ("Drift by block", _drift(report, bundle)),
         ("Latency", _latency(results.timings, bundle)),
         ("Padding and memory", _memory(results.plan)),
@@ -127,6 +128,17 @@ def _accuracy(report: ParityReport) -> str:
 <p>Against the model's own implementation with the same weights. A bar is the share of its limit that an error
 takes; it is full at the limit.</p>
 {_table(("level", "check", "on", "error, of its limit", "verdict"), _rows(report.rows))}</details>
+"""
+
+
+def _proof(bundle: Bundle) -> str:
+    proof = bundle.manifest.proof
+    if not proof.calls:
+        return ""
+    machines = "; and on ".join(sorted({proof.machine} | Proved.of().read(bundle.digest)))
+    run = bundle.command("verify", "--run")
+    return f"""<p>Its own proof, {len(proof.calls)} stored calls, passed on {_text(machines)}.
+<code>{_text(run)}</code> repeats it without the checkpoint.</p>
 """
 
 

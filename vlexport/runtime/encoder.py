@@ -26,6 +26,7 @@ from vlexport.recipe import Recipe
 from vlexport.runtime.embedding_cache import EmbeddingCache, copied
 from vlexport.runtime.opening import config_of, open_engine, recipe_of
 from vlexport.runtime.outputs import Encoded, attempt, outcome_of
+from vlexport.runtime.proof import Prove, require_proven
 from vlexport.runtime.request import NOTHING, EncoderInput
 from vlexport.specs import MediaItem, Pixels, TensorSpec, bind, check_within
 from vlexport.vision.slices import NO_TIME
@@ -88,7 +89,7 @@ class EngineSession:
         self._calls = lru_cache(maxsize=KEPT_TABLES)(self._planned)
 
     @classmethod
-    def open(
+    def open(  # noqa: PLR0913  what `load` is given
         cls,
         bundle: str | Path | Bundle,
         *,
@@ -96,12 +97,16 @@ class EngineSession:
         allow_failed: bool = False,
         recipe: str | None = None,
         options: Options | None = None,
+        prove: Prove | None = None,
     ) -> Self:
         """Open the engine of a bundle, without the graphs and the decoder of a pipeline; see `load`."""
         opened = Bundle.open(bundle, trust=trust, verify="lazy")
         chosen = recipe_of(opened, recipe)
-        engine = open_engine(opened, allow_failed=allow_failed, options=options)
+        unproven = prove is not None
+        engine = open_engine(opened, allow_failed=allow_failed, options=options, unproven=unproven)
         try:
+            if unproven:
+                require_proven(opened, engine, prove)
             return cls(opened, engine, chosen)
         except BaseException:
             engine.close()

@@ -24,6 +24,7 @@ from vlexport.runtime.encoder import Encoder, EncoderOptions, EncoderOutput
 from vlexport.runtime.outputs import Answer, MediaReport, Piece, attempt_all, outcome_of, value_of
 from vlexport.runtime.preprocess import MediaReader, Preprocessor
 from vlexport.runtime.prompt import Prompter
+from vlexport.runtime.proof import Prove
 from vlexport.runtime.prune import Pruner, PruningOptions
 from vlexport.runtime.request import Generation, MediaLevels, Request, RequestLimits, RequestState
 from vlexport.runtime.tokenizer import CheckpointTokenizer, Detokenizer
@@ -38,13 +39,17 @@ CHUNK = 2048
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RuntimeOptions:
-    """Options of a pipeline; `prompt_layout` is one of the family's, None for the current release's."""
+    """Options of a pipeline; `prompt_layout` is one of the family's, None for the current release's.
+
+    prove  `new`: the bundle runs its own proof on machines and versions of libraries where it has not passed
+    """
 
     encoder: EncoderOptions = field(default_factory=EncoderOptions)
     decoder: DecoderOptions = field(default_factory=DecoderOptions)
     positions: PositionOptions = field(default_factory=PositionOptions)
     pruning: PruningOptions = field(default_factory=PruningOptions)
     prompt_layout: str | None = None
+    prove: Prove | None = None
     limits: RequestLimits = field(default_factory=RequestLimits)
 
     def __post_init__(self) -> None:

@@ -73,9 +73,12 @@ def checkpoint_of(bundle: Bundle, against: str | None = None, lora: str | Path |
     return opened.adapted(adapter)
 
 
-def require_usable(bundle: Bundle, *, allow_failed: bool = False) -> Backend:
-    """Return the backend of a bundle; refuse misfits and failed checks, from the manifest alone."""
-    backend = backend_of(bundle, unchecked=allow_failed)
+def require_usable(bundle: Bundle, *, allow_failed: bool = False, unproven: bool = False) -> Backend:
+    """Return the backend of a bundle; refuse misfits and failed checks, from the manifest alone.
+
+    unproven  a newer library that has not been checked is none, as the bundle's proof follows
+    """
+    backend = backend_of(bundle, unchecked=allow_failed or unproven)
     if bundle.verdict.status != "passed" and not allow_failed:
         remedy = (
             f". `{bundle.command('parity', '-v')}` shows why; --allow-failed (allow_failed) runs it all "
@@ -92,9 +95,12 @@ def require_usable(bundle: Bundle, *, allow_failed: bool = False) -> Backend:
     return backend
 
 
-def open_engine(bundle: Bundle, *, allow_failed: bool = False, options: Options | None = None) -> Engine:
+def open_engine(
+    bundle: Bundle, *, allow_failed: bool = False, options: Options | None = None, unproven: bool = False
+) -> Engine:
     """Load the engine of a verified bundle that is usable here."""
-    manifest, backend = bundle.manifest, require_usable(bundle, allow_failed=allow_failed)
+    manifest = bundle.manifest
+    backend = require_usable(bundle, allow_failed=allow_failed, unproven=unproven)
     spec = EngineSpec(inputs=manifest.inputs, outputs=manifest.outputs, profile=manifest.profile)
     settings, kind = options or Options(), "cpu" if manifest.target.device == "cpu" else "cuda"
     if settings.kind not in (None, kind):
@@ -163,9 +169,9 @@ def _check_sizes(config: Any, where: str) -> None:
             raise InputError(f"{path}: {value} found; expected a number above 0 and below {MAX_NUMBER}.")
 
 
-def require_fit(bundle: Bundle, recipe: str | None = None) -> None:
+def require_fit(bundle: Bundle, recipe: str | None = None, *, unproven: bool = False) -> None:
     """Refuse what this machine would not run, with a `MisfitError`; nothing of the bundle is loaded."""
-    backend_of(bundle)
+    backend_of(bundle, unchecked=unproven)
     config_of(bundle, recipe_of(bundle, recipe))
 
 
@@ -189,7 +195,7 @@ def backend_of(bundle: Bundle, *, unchecked: bool = False) -> Backend:
         raise MisfitError(
             f"{bundle.path}: built with {name} {target.version}; {here.version} is here and reads its "
             f"format, and this bundle was not checked with it. Build again: {bundle.rebuild_command()}\n"
-            f"Or check it once, and it opens: {bundle.command('parity')}"
+            f"Or let it prove itself once, and it opens: {bundle.command('verify', '--run')}"
         )
     return backend
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import stat
@@ -228,8 +229,9 @@ def save(
     """Write all items under their names; the file appears whole or not at all."""
     check_out(out)
     tensors = {key: rows for name, item in items.items() for key, rows in named_tensors(name, item).items()}
+    digests = {f"{name}.rows_sha256": digest_of(rows_of(item)) for name, item in items.items()}
     with writing(out) as temporary:
-        write_tensors(tensors, temporary, metadata or {})
+        write_tensors(tensors, temporary, {**(metadata or {}), **digests})
     return {name: list(tensor.shape) for name, tensor in tensors.items()}
 
 
@@ -269,6 +271,21 @@ def writing(out: Path, option: str = "--output") -> Iterator[Path]:
 
 def _unwritable(out: Path, why: str, option: str = "--output") -> RequestError:
     return RequestError(f"{option} {out}: cannot be written ({why}). Name a place that you may write to.")
+
+
+def rows_of(item: Encoded) -> dict[str, Tensor]:
+    """Return the rows of an item by output."""
+    return {"embeds": item.embeds, **item.layers}
+
+
+def digest_of(outputs: Mapping[str, Tensor]) -> str:
+    """Return the digest of rows, output by output: equal where every bit is."""
+    import torch
+
+    hashed = hashlib.sha256()
+    for _, rows in sorted(outputs.items()):
+        hashed.update(rows.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return hashed.hexdigest()
 
 
 def named_tensors(name: str, item: Encoded) -> dict[str, Tensor]:

@@ -364,7 +364,12 @@ def load(  # noqa: PLR0913  what the command line offers, in one place
     chosen = checked("runtime", runtime, RuntimeOptions | None) or RuntimeOptions()
     bound_caches()
     session = EngineSession.open(
-        bundle, trust=trust, allow_failed=allow_failed, recipe=recipe, options=options
+        bundle,
+        trust=trust,
+        allow_failed=allow_failed,
+        recipe=recipe,
+        options=options,
+        prove=chosen.prove,
     )
     try:
         language = None

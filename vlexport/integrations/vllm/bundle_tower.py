@@ -19,6 +19,7 @@ from vlexport.codec import check_fields
 from vlexport.errors import InputError, MisfitError, UnsupportedError
 from vlexport.integrations.vllm.data_parallel import run_sharded
 from vlexport.runtime.encoder import EngineSession
+from vlexport.runtime.proof import Prove
 
 logger = logging.getLogger(__name__)
 # The entry of `additional_config` that is ours.
@@ -35,6 +36,7 @@ class BundleSettings:
     trust          the digest of a bundle from elsewhere, which approves it
     recipe         the file of the private recipe that built it
     threads        threads of the engine on a processor; 0 takes as many as torch has, the rank's share
+    prove          `new`: the bundle runs its own proof at start where it has not passed it yet
     check_weights  refuse a bundle whose weights are not those of the checkpoint that is served
     """
 
@@ -42,6 +44,7 @@ class BundleSettings:
     trust: str | None = None
     recipe: str | None = None
     threads: int = 0
+    prove: Prove | None = None
     check_weights: bool = True
 
     def __post_init__(self) -> None:
@@ -81,6 +84,7 @@ def open_tower(settings: BundleSettings, served: Checkpoint, *, given_bytes: boo
         trust=settings.trust,
         recipe=settings.recipe,
         options=Options(threads=settings.threads or torch.get_num_threads()),
+        prove=settings.prove,
     )
     try:
         if session.packing.levels is not None and not given_bytes:

@@ -1,0 +1,278 @@
+"""The proof that a bundle carries: it passes where the engine is right, and shows faults of an engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+
+from tests.cli.lines import vlexport
+from tests.runtime.recorded import CHECKPOINT
+from vlexport import RuntimeOptions, load
+from vlexport.backends import Engine, onnxruntime
+from vlexport.bundle import Bundle
+from vlexport.bundle.files import record_of
+from vlexport.bundle.trust import Proved, Trust
+from vlexport.errors import ParityError
+from vlexport.runtime.opening import open_engine
+from vlexport.runtime.proof import CALLS, CHECK, JOB, ProofResult, prove
+
+Plant = Callable[[onnx.ModelProto], None]
+# A module that is None cannot be imported.
+ALONE = """
+import runpy, sys
+sys.modules.update(dict.fromkeys(["torch", "vlexport", "transformers", "safetensors", "onnx"]))
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.fixture(scope="session")
+def bundle(bundles: Callable[[str], Path]) -> Bundle:
+    return Bundle.open(bundles("onnxruntime"))
+
+
+@pytest.fixture
+def copy(bundle: Bundle, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(bundle.path, tmp_path / "copy"))
+
+
+def checked_alone(path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the bundle's own program in a process that has numpy and the library alone."""
+    words = (sys.executable, "-c", ALONE, path / CHECK)
+    return subprocess.run(
+        words, capture_output=True, text=True, check=False, env={**os.environ, **environment}
+    )
+
+
+def rehashed(path: Path) -> Bundle:
+    """Write the manifest of the files as they are now, and trust it."""
+    manifest = Bundle.inspect(path).manifest
+    assert manifest is not None
+    (path / "manifest.json").write_bytes(
+        replace(manifest, files={name: record_of(path, name) for name in manifest.files}).encoded()
+    )
+    Trust.of().record(Bundle.inspect(path).digest, "built")
+    return Bundle.open(path)
+
+
+def test_a_bundle_proves_itself_without_its_checkpoint(bundle: Bundle) -> None:
+    names = [call.name for call in bundle.manifest.proof.calls]
+    assert names[0] == "mix"
+    assert len(names) > 3
+    assert bundle.manifest.files[CALLS].size < 3 << 20
+    found = vlexport("verify", bundle.path, "--run", "--json").document["proof"]
+    assert (found["calls"], found["same_bits"], found["problem"]) == (len(names), len(names), "")
+    assert 0 < found["share"] < 0.26, "a bound is four times the larger error of the build"
+    assert str(CHECKPOINT) not in (bundle.path / JOB).read_text()
+
+
+def test_the_program_in_it_needs_numpy_and_the_library_alone(bundle: Bundle, copy: Path) -> None:
+    assert len((bundle.path / CHECK).read_text().splitlines()) <= 200
+    ran = checked_alone(copy)
+    assert (ran.returncode, ran.stderr) == (0, ""), ran.stderr
+    assert bundle.digest in ran.stdout
+    assert f"passed: {len(bundle.manifest.proof.calls)} calls, 0 outputs over a limit" in ran.stdout
+
+
+@pytest.mark.parametrize("name", [CALLS, CHECK, JOB, "model.weights"])
+def test_a_changed_proof_is_a_damaged_bundle(name: str, copy: Path) -> None:
+    content = bytearray((copy / name).read_bytes())
+    content[-2] ^= 1
+    (copy / name).chmod(0o600)
+    (copy / name).write_bytes(content)
+    assert vlexport("verify", copy, "--run").code == 5
+    if name in (CALLS, "model.weights"):
+        ran = checked_alone(copy)
+        assert (ran.returncode, f"not as its manifest says: {name}." in ran.stdout) == (5, True)
+
+
+def test_a_bound_that_is_no_number_is_refused(copy: Path) -> None:
+    content = json.loads((copy / "manifest.json").read_text())
+    for bound in (None, "inf", "nan"):
+        content["proof"]["calls"][0]["bounds"]["embeds"]["worst_token"] = bound
+        (copy / "manifest.json").write_text(json.dumps(content))
+        assert "worst_token" in str(Bundle.inspect(copy).problem)
+
+
+def test_it_runs_once_on_a_new_machine_and_not_at_all_on_that_of_the_build(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def opened() -> None:
+        load(bundle.path, runtime=RuntimeOptions(prove="new")).close()
+
+    ran = []
+
+    def counted(bundle: Bundle, engine: Engine) -> ProofResult:
+        ran.append(bundle)
+        return prove(bundle, engine)
+
+    monkeypatch.setattr("vlexport.runtime.proof.prove", counted)
+    opened()
+    assert not ran
+    monkeypatch.setattr("vlexport.runtime.proof.processor_here", lambda: "another processor")
+    opened()
+    opened()
+    assert len(ran) == 1
+    assert any("another processor" in machine for machine in Proved.of().read(bundle.digest))
+
+
+def test_a_newer_library_that_passes_it_opens_the_bundle(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = rehashed(copy).manifest.target
+    monkeypatch.setattr(
+        onnxruntime.OnnxRuntime, "target", lambda _: replace(there, version="999.0", instruction_set=None)
+    )
+    refused = vlexport("verify", copy)
+    assert (refused.code, f"vlexport verify {copy} --run" in refused.err) == (4, True), refused.err
+    assert vlexport("verify", copy, "--run").code == 0
+    assert vlexport("verify", copy).code == 0
+
+
+def flipped(name: str, place: int, bit: int) -> Plant:
+    def plant(model: onnx.ModelProto) -> None:
+        weight = next(tensor for tensor in model.graph.initializer if tensor.name == name)
+        values = numpy_helper.to_array(weight).copy()
+        values.reshape(-1).view(np.uint32)[place] ^= np.uint32(1 << bit)
+        weight.CopyFrom(numpy_helper.from_array(values, name))
+
+    return plant
+
+
+def swapped(name: str) -> Plant:
+    def plant(model: onnx.ModelProto) -> None:
+        weight = next(tensor for tensor in model.graph.initializer if tensor.name == name)
+        values = numpy_helper.to_array(weight).copy()
+        values[[1, 2]] = values[[2, 1]]
+        weight.CopyFrom(numpy_helper.from_array(values, name))
+
+    return plant
+
+
+def attribute(operator: str, number: int, name: str, change: Callable[[float], float]) -> Plant:
+    def plant(model: onnx.ModelProto) -> None:
+        node = [node for node in model.graph.node if node.op_type == operator][number]
+        value = next(entry for entry in node.attribute if entry.name == name)
+        if value.type == onnx.AttributeProto.FLOAT:
+            value.f = change(value.f)
+        else:
+            value.i = int(change(value.i))
+
+    return plant
+
+
+def rounded(number: int) -> Plant:
+    """A kernel that gives the nearest bfloat16."""
+
+    def plant(model: onnx.ModelProto) -> None:
+        at, node = [
+            (at, node)
+            for at, node in enumerate(model.graph.node)
+            if node.op_type in ("Gemm", "SegmentAttention")
+        ][number]
+        result = node.output[0]
+        node.output[0] = f"{result}.exact"
+        casts = (
+            helper.make_node("Cast", [f"{result}.exact"], [f"{result}.bits"], to=onnx.TensorProto.BFLOAT16),
+            helper.make_node("Cast", [f"{result}.bits"], [result], to=onnx.TensorProto.FLOAT),
+        )
+        for place, cast in enumerate(casts, start=at + 1):
+            model.graph.node.insert(place, cast)
+
+    return plant
+
+
+def rolled(table: str) -> Plant:
+    """Windows, frames or positions that are off by one row."""
+
+    def plant(model: onnx.ModelProto) -> None:
+        for node in model.graph.node:
+            node.input[:] = [f"{name}.rolled" if name == table else name for name in node.input]
+        model.graph.initializer.extend(
+            numpy_helper.from_array(np.array([value]), f"{table}.{value}") for value in (0, 1, 2**31)
+        )
+        first, second, end = (f"{table}.{value}" for value in (0, 1, 2**31))
+        for node in (
+            helper.make_node("Concat", [f"{table}.after", f"{table}.first"], [f"{table}.rolled"], axis=0),
+            helper.make_node("Slice", [table, second, end, first], [f"{table}.after"]),
+            helper.make_node("Slice", [table, first, second, first], [f"{table}.first"]),
+        ):
+            model.graph.node.insert(0, node)
+
+    return plant
+
+
+def faults(model: onnx.ModelProto) -> Iterator[tuple[str, Plant]]:
+    weights = [tensor for tensor in model.graph.initializer if tensor.name.endswith(("weight", "bias"))]
+    drawn = np.random.default_rng(0)
+    for number in range(30):
+        weight = weights[drawn.integers(len(weights))]
+        place, bit = int(drawn.integers(np.prod(weight.dims))), 23 + number % 8
+        yield f"exponent bit {bit - 23} of {weight.name}", flipped(weight.name, place, bit)
+    for weight in [weight for weight in weights if len(weight.dims) == 2][:8]:
+        yield f"rows of {weight.name} swapped", swapped(weight.name)
+    kinds = [node.op_type for node in model.graph.node]
+    for number in range(kinds.count("SimplifiedLayerNormalization")):
+        larger = attribute("SimplifiedLayerNormalization", number, "epsilon", lambda epsilon: 1000 * epsilon)
+        yield f"epsilon of norm {number}", larger
+    for number in range(kinds.count("SegmentAttention")):
+        yield f"scale {number}", attribute("SegmentAttention", number, "scale", lambda scale: 1.001 * scale)
+    yield "rotary interleaved", attribute("RotaryEmbedding", 0, "interleaved", lambda _: 1)
+    yield "slope of an activation", attribute("QuickGelu", 0, "alpha", lambda alpha: 1.001 * alpha)
+    for number in range(kinds.count("Gemm") + kinds.count("SegmentAttention")):
+        yield f"kernel {number} in bfloat16", rounded(number)
+    for table in ("order", "inverse", "frame_order", "frame_inverse", "positions"):
+        yield f"{table} off by one", rolled(table)
+
+
+def planted_in(path: Path, plant: Plant) -> Bundle:
+    model = onnx.load(path / "model.onnx")
+    plant(model)
+    for file in ("model.onnx", "model.weights"):
+        (path / file).unlink()
+    onnx.save_model(model, path / "model.onnx", save_as_external_data=True, location="model.weights")
+    return rehashed(path)
+
+
+@pytest.mark.slow
+def test_faults_planted_in_a_stored_engine_are_refused_by_it_and_by_the_program_alone(
+    bundle: Bundle, tmp_path: Path
+) -> None:
+    planted = list(faults(onnx.load(bundle.path / "model.onnx")))
+    missed, differing = [], []
+    for number, (name, plant) in enumerate(planted):
+        path = tmp_path / str(number)
+        shutil.copytree(bundle.path, path)
+        faulty = planted_in(path, plant)
+        with open_engine(faulty) as engine:
+            problem = prove(faulty, engine).problem
+        if not problem:
+            missed.append(name)
+        if number % 8 == 0 and (checked_alone(path).returncode != 0) != bool(problem):
+            differing.append(name)
+        shutil.rmtree(path)
+    assert len(planted) >= 60
+    assert len(missed) <= len(planted) // 30, missed
+    assert differing == []
+
+
+def test_a_failed_proof_names_call_output_and_bound_and_nothing_opens(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faulty = planted_in(copy, swapped("merger.mlp.2.weight"))
+    ran = vlexport("verify", copy, "--run")
+    assert ran.code == 3
+    assert "embeds of 'mix': relative_l2" in ran.err
+    monkeypatch.setattr("vlexport.runtime.proof.processor_here", lambda: "another processor")
+    with pytest.raises(ParityError, match="its proof failed on this machine"):
+        load(faulty, runtime=RuntimeOptions(prove="new"))
+    assert not any("another processor" in machine for machine in Proved.of().read(faulty.digest))

@@ -1,0 +1,86 @@
+"""The proof of a bundle: calls of its check with the reference's rows, beside the engine they judge."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from safetensors.torch import save
+from torch import Tensor
+
+from vlexport.backends import Options, RunsAlone, find_backend
+from vlexport.backends._inspection import PROGRAM
+from vlexport.bundle import Bounds, Manifest, Proof, ProofCall
+from vlexport.parity.check import Checker
+from vlexport.parity.limits import largest_floor, numbers
+from vlexport.parity.metrics import Metrics, compare
+from vlexport.parity.samples import Sample, prepared
+from vlexport.runtime.opening import precision_of
+from vlexport.runtime.outputs import digest_of
+from vlexport.runtime.proof import CALLS, CHECK, JOB, machine_of
+
+# Bytes of the calls: a hundredth of the engine's, within these.
+SHARE, LEAST, MOST = 0.01, 2 << 20, 10 << 20
+# Bounds are so many times the larger of what engine and reference lose at the build. In float32 another
+# machine adds in another order; in fewer bits nearly all that is lost is lost on all of them alike.
+FLOAT32, OTHERS = 4.0, 1.5
+
+
+def proof_of(checker: Checker, manifest: Manifest) -> tuple[Proof, dict[str, bytes]]:
+    """Return the proof of an engine that has passed the check, and the files to store."""
+    subject, truths = checker.subject, checker.truths
+    assert truths is not None
+    answers = {answer.sample: answer.outputs for answer in checker.answers}
+    most, factor = largest_floor(truths), FLOAT32 if subject.is_exact else OTHERS
+    num_bytes = sum(record.size for record in manifest.files.values())
+    room = int(min(max(SHARE * num_bytes, LEAST), MOST))
+    calls, tensors = list[ProofCall](), dict[str, Tensor]()
+    for sample in _in_order(checker.samples, room):
+        truth, outputs = truths.of[sample.name], answers[sample.name]
+        taken, number = prepared(subject, sample.items), len(calls)
+        stored = {f"{number}.inputs.{name}": tensor for name, tensor in taken.items()}
+        stored |= {f"{number}.rows.{name}": rows.float() for name, rows in truth.outputs.items()}
+        size = sum(tensor.nbytes for tensor in stored.values())
+        if size > room:
+            continue
+        room -= size
+        tensors |= {name: tensor.contiguous() for name, tensor in stored.items()}
+        lost = truth.floor if subject.is_exact else truth.dtype_floor
+        bounds = {
+            name: _bounds(factor, compare(outputs[name], expected), numbers(lost, name) or most.get(name))
+            for name, expected in truth.outputs.items()
+        }
+        calls.append(ProofCall(name=sample.name, bounds=bounds, rows_sha256=digest_of(outputs)))
+    machine = machine_of(find_backend(manifest.target.backend).here(manifest.target))
+    return Proof(calls=tuple(calls), machine=machine), {CALLS: save(tensors), **_program(manifest)}
+
+
+def _in_order(samples: Sequence[Sample], room: int) -> list[Sample]:
+    """Return the largest mix, the largest call of a third of the room, then the others, smallest first."""
+    ascending = sorted(samples, key=_size)
+    mixed = max(ascending, key=lambda sample: (len(sample.items), sample.is_whole, -_size(sample)))
+    large = [sample for sample in ascending if 3 * _size(sample) <= room]
+    return list(dict.fromkeys([mixed, *large[-1:], *ascending]))
+
+
+def _size(sample: Sample) -> int:
+    return sum(item.patches.nbytes for item in sample.items)
+
+
+def _bounds(factor: float, *errors: object) -> Bounds:
+    measured = [error for error in errors if isinstance(error, Metrics)]
+    return Bounds(
+        relative_l2=factor * max(error.relative_l2 for error in measured),
+        worst_token=factor * max(error.worst_token for error in measured),
+    )
+
+
+def _program(manifest: Manifest) -> dict[str, bytes]:
+    """Return what runs the calls with the library alone; nothing where it cannot run the engine so."""
+    backend = find_backend(manifest.target.backend)
+    if not isinstance(backend, RunsAlone):
+        return {}
+    options = Options(device=manifest.target.device)
+    job = backend.job(options, precision_of(manifest).quantisation)
+    job["model"] = f"../{job['model']}"
+    return {CHECK: PROGRAM.read_bytes(), JOB: json.dumps(job, indent=1).encode() + b"\n"}
