@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.cli.lines import vlexport
 from vlexport._build import token_graphs
@@ -227,3 +227,38 @@ def test_a_result_of_nothing_is_not_written(built, tmp_path):
     assert (ran.code, ran.out) == (2, "")
     assert "b.png" in ran.err
     assert not out.exists()
+
+
+def test_embeddings_are_compared_by_their_digests(built, image, tmp_path):
+    words = ("encode", built, "--image", image, "--image", image)
+    files = [tmp_path / f"{name}.safetensors" for name in "ab"]
+    for path in files:
+        assert vlexport(*words, "--output", path).code == 0
+    same = vlexport("compare", *files, "--json").document
+    assert (same["kind"], same["identity"]) == ("embeddings", [])
+    assert [item["first"] == item["second"] for item in same["items"]] == [True, True]
+    tensors, metadata = load_file(files[1]), safe_open(files[1], framework="pt").metadata()
+    tensors["image.1.embeds"] = tensors["image.1.embeds"] * 1.5
+    metadata |= {"image.1.rows_sha256": "f" * 64, "precision": "int8"}
+    save_file(tensors, files[1], metadata)
+    ran = vlexport("compare", *files)
+    assert "items: 1 of 2 have the same bits" in ran.out
+    assert next(line.split() for line in ran.lines if line.startswith("image.1"))[-1] == "3.3e-01"
+    assert next(line.split() for line in ran.lines if line.startswith("precision"))[1:] == ["float32", "int8"]
+    (tmp_path / "c.safetensors").write_bytes(b"\0" * 20)
+    refused = vlexport("compare", files[0], tmp_path / "c.safetensors")
+    assert (refused.code, "no embeddings of vlexport" in refused.err) == (2, True)
+
+
+def test_an_index_of_a_collection_is_a_file_of_digests(built, image, tmp_path):
+    (tmp_path / "list").write_text(f"{image}\nmissing.png\n")
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        vlexport("encode", built, "--list", tmp_path / "list", "--output-dir", folder)
+    pairs = [
+        [folder / name for folder, name in zip(folders, names, strict=True)]
+        for names in (("index.jsonl",) * 2, ("shard-000000.safetensors", "index.jsonl"))
+    ]
+    for pair in pairs:
+        (item,) = vlexport("compare", *pair, "--json").document["items"]
+        assert (item["name"], item["first"]) == ("item.0", item["second"])

@@ -13,18 +13,20 @@ from vlexport.system import shortage
 
 if TYPE_CHECKING:
     from vlexport.report.compare import Comparison, Difference, Nearest
+    from vlexport.report.features import ItemPair
 
 # Tables of these widths fit 100 columns.
 NAME, VALUE, SHARE = 26, 32, 28
 DIGEST = 12
 GRAPHS = ("graph", "nodes A", "nodes B", "differences")
+ITEMS = ("item", "A", "B", "relative L2")
 TIMES = ("contender", "ms A", "ms B", "B times as fast", "A vs ref.", "B vs ref.")
 # A title, its columns and its rows.
 Part = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
 
 
 def compare(
-    first: Path = argument("A", "A bundle, or a file that --json of parity or bench wrote."),
+    first: Path = argument("A", "A bundle, a file that --json of parity or bench wrote, or embeddings."),
     second: Path = argument("B", "Another one of the same kind."),
     allow_different: bool = flag(
         "--allow-different", "Compare although weights, devices or workloads differ."
@@ -32,10 +34,11 @@ def compare(
     trust: str | None = TRUST,
     as_json: bool = JSON,
 ) -> None:
-    """Compare two bundles, accuracy tables or bench files.
+    """Compare two bundles, accuracy tables, bench files or files of embeddings.
 
     Bundles: what they were made of, accuracy, ONNX graphs, sizes. Bench files: ratios of medians with 95 %
-    intervals. `vlexport diff` compares two ONNX graphs operator by operator.
+    intervals. Embeddings: which items have the same bits. `vlexport diff` compares two ONNX graphs by
+    operator.
     """
     from vlexport.report.compare import compare as compared
 
@@ -75,6 +78,14 @@ def _parts(comparison: Comparison) -> Iterator[Part]:
         if timing.identity:
             title = f"identity of {_cut(Path(timing.name).name, 60)}"
             yield title, ("field", "A", "B"), list(_identity(timing.identity))
+    if comparison.items:
+        same = sum(item.first == item.second for item in comparison.items)
+        rows = [
+            (_cut(item.name, NAME), _value(item.first), _value(item.second), _error(item))
+            for item in comparison.items
+            if item.first != item.second
+        ]
+        yield f"items: {same} of {len(comparison.items)} have the same bits", ITEMS, rows
     if comparison.timings:
         yield "times", TIMES, list(_timings(comparison))
 
@@ -88,6 +99,10 @@ def _value(value: object) -> str:
     text = "none" if value is None or value == {} else str(value)
     is_digest = len(text) == 64 and set(text) <= set("0123456789abcdef")
     return text[:DIGEST] if is_digest else _cut(text, VALUE)
+
+
+def _error(item: ItemPair) -> str:
+    return "" if item.error is None else f"{item.error:.1e}"
 
 
 def _accuracy(comparison: Comparison) -> Iterator[tuple[str, ...]]:

@@ -14,15 +14,16 @@ from vlexport.errors import InputError, RequestError
 from vlexport.evaluate.intervals import Interval, unpaired
 from vlexport.parity.report import ParityReport, Row, Verdict, report_in
 from vlexport.report.facts import Contender, document, timed_from
+from vlexport.report.features import SUFFIXES, Features, ItemPair, pairs_of
 
-Kind = Literal["bundle", "accuracy table", "timings"]
+Kind = Literal["bundle", "accuracy table", "timings", "embeddings"]
 MODEL = ("checkpoint.weights", "checkpoint.adapter.digest")
 # With other ones, times prove nothing about the bundles.
 DEVICE = tuple(f"machine.{name}" for name in ("processor", "processors", "threads", "gpu"))
 WORKLOAD = ("workload.patches", "workload.tokens", "workload.items")
 EXPECTED = (
-    "Two bundles, two accuracy tables (`vlexport parity BUNDLE --json`; a bundle has one too) or two "
-    "files of `vlexport bench BUNDLE --json` expected."
+    "Two bundles, two accuracy tables (`vlexport parity BUNDLE --json`; a bundle has one too), two files of "
+    "`vlexport bench BUNDLE --json`, or two of embeddings (*.safetensors, index.jsonl) expected."
 )
 
 
@@ -101,6 +102,7 @@ class Comparison:
     sizes: Mapping[str, tuple[int | None, int | None]] = field(default_factory=dict)
     timings: tuple[TimedPair, ...] = ()
     unpaired: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    items: tuple[ItemPair, ...] = ()
 
     def to_json(self) -> dict[str, object]:
         content: dict[str, object] = encode(self)
@@ -124,13 +126,15 @@ class _Subject:
 def compare(
     first: Path | str, second: Path | str, *, trust: str | None = None, allow_different: bool = False
 ) -> Comparison:
-    """Compare two bundles, two accuracy tables or two files of timings.
+    """Compare two bundles, two accuracy tables, two files of timings or two of embeddings.
 
     trust            the digest of one of the bundles, if it is from elsewhere
     allow_different  also where weights, devices or workloads differ
 
         compare("engines/BEFORE", "engines/AFTER").rows
     """
+    if all(Path(place).suffix in SUFFIXES for place in (first, second)):
+        return _embeddings(*(Features.of(Path(place)) for place in (first, second)))
     digests = [Bundle.inspect(Path(place)).digest for place in (first, second) if Path(place).is_dir()]
     trust = trust and trust.strip().lower().removeprefix("sha256:")
     if trust is not None and trust not in digests:
@@ -165,6 +169,16 @@ def compare(
         comparison,
         graphs=tuple(_graphs(one.bundle, other.bundle)),
         sizes={name: (sizes[0].get(name), sizes[1].get(name)) for name in sorted({*sizes[0], *sizes[1]})},
+    )
+
+
+def _embeddings(first: Features, second: Features) -> Comparison:
+    return Comparison(
+        kind="embeddings",
+        first=str(first.path),
+        second=str(second.path),
+        identity=_differences(first.made_by, second.made_by),
+        items=tuple(pairs_of(first, second)),
     )
 
 

@@ -28,7 +28,15 @@ from vlexport.media.limits import DEFAULT_LIMITS
 from vlexport.media.sources import open_source
 from vlexport.positions.rules import check_rate
 from vlexport.pruning.cells import CellChoice
-from vlexport.runtime.outputs import Encoded, attempt, named_tensors, provenance, write_tensors
+from vlexport.runtime.outputs import (
+    Encoded,
+    attempt,
+    digest_of,
+    named_tensors,
+    provenance,
+    rows_of,
+    write_tensors,
+)
 from vlexport.specs import check_frame_rate
 from vlexport.system import replacing, shortage
 
@@ -435,6 +443,7 @@ def _outcome(outcome: Encoded | VlexportError, facts: Record | VlexportError) ->
         later = {"temporary": True} if outcome.temporary else {}
         return {**file_facts, "status": "error", "error": failed | later}
     about = {"kind": outcome.kind, "grid": list(outcome.grid), "tokens": len(outcome.embeds)}
+    about["rows_sha256"] = digest_of(rows_of(outcome))
     return {**file_facts, "status": "ok", **about}
 
 
