@@ -16,6 +16,7 @@ import tempfile
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ SIZES: Mapping[str, object] = {
     **dict.fromkeys(("num_attention_heads", "num_heads", "encoder_attention_heads"), 4),
     **dict.fromkeys(("num_key_value_heads",), 4),
     "head_dim": 16,
+    "fpn_hidden_size": 64,
     "num_position_embeddings": 64,
     "fullatt_block_indexes": [1],
     "deepstack_visual_indexes": [0, 1],
@@ -49,6 +51,29 @@ SIZES: Mapping[str, object] = {
 }
 # Of what some configurations leave open, and their classes need.
 UNSET: Mapping[str, object] = {"head_dim": 16, "num_experts": 4, "mlp_layer_types": ["dense"] * DEPTH}
+
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+# Of single model types, whose settings lack them or have sizes that depend on each other.
+OF_TYPES: Mapping[str, Mapping[str, object]] = {
+    "aria": {"projector_patch_to_query_dict": {ACROSS**2: 4}},
+    "cohere_compass": {"text_config.rope_parameters": {"full_attention": _ROPE}},
+    "diffusion_gemma": {
+        **dict.fromkeys(("text_config.num_experts", "text_config.top_k_experts"), 2),
+        "text_config.moe_intermediate_size": 64,
+    },
+    "dots3_note": {"vision_config.adapter_in_dim": 64},
+    "granite4_vision": {"deepstack_layer_map": [[-2, 0], [-1, 1]], "downsample_rate": "1/2"},
+    "llama4": {
+        **dict.fromkeys(("vision_config.intermediate_size", "vision_config.projector_input_dim"), 256),
+        **dict.fromkeys(("vision_config.projector_output_dim", "vision_config.vision_output_dim"), 256),
+    },
+    **{name: {"out_hidden_size": 256} for name in ("muse_glimmer", "muse_spark")},
+    **{
+        name: {"vision_config.backbone_config.hidden_size": 96}
+        for name in ("edgetam_video", "sam2", "sam2_video")
+    },
+    "t5gemma2_encoder": {"text_config.dropout_rate": 0.0},
+}
 
 
 # Of the parts that are not dropped.
@@ -65,11 +90,15 @@ REACHES: Sequence[tuple[Callable[[str], bool], slice]] = (
 
 def shrunk(config: Any, wanted: Callable[[str], bool], layers: slice, own: str = "") -> Any:
     """Make a configuration and its parts tiny, in place, where their names are wanted."""
-    for name in getattr(config, "sub_configs", {}):
+    for name, kind in getattr(config, "sub_configs", {}).items():
+        if _value(config, name) is None and "vi" in name and hasattr(kind, "model_type"):
+            # Of a model that may have no vision.
+            _set(config, name, kind())
         if hasattr(part := getattr(config, name, None), "to_dict"):
             shrunk(part, wanted, layers, name)
     if not wanted(own):
         return config
+    _set(config, "per_layer_config", None)
     for name, size in SIZES.items():
         given = _value(config, name)
         if isinstance(given, list | tuple) and name == "vision_feature_layer":
@@ -124,6 +153,11 @@ PIXELS = {
 }  # fmt: skip
 
 
+# Arguments that the recipe gives a class itself, and those of a class that it takes from a processor.
+PLAIN = ("pixel_values", "image_sizes", "kwargs")
+OWN = ("image_position_ids",)
+
+
 def tiny(model_type: str) -> tuple[dict[str, Any], Any]:
     """Return settings and class of a tiny model; some language models keep their sizes."""
     from transformers import AutoConfig
@@ -133,6 +167,9 @@ def tiny(model_type: str) -> tuple[dict[str, Any], Any]:
     for wanted, layers in REACHES:
         try:
             config = shrunk(AutoConfig.for_model(model_type), wanted, layers)
+            for place, value in OF_TYPES.get(model_type, {}).items():
+                *parts, name = place.split(".")
+                setattr(reduce(getattr, parts, config), name, value)
             settings = json.loads(config.to_json_string(use_diff=False))
             return settings, vision_model(model_type, settings, "eager", meta=True)
         except Exception as error:  # noqa: BLE001  configurations raise errors of their own
@@ -159,15 +196,19 @@ def write_checkpoint(model_type: str, folder: Path) -> Path:
 
 def write_pixels(folder: Path, model: Any) -> None:
     """Write settings of an image processor that fit the model."""
+    from vlexport.vision.features.pixels import Processor
     from vlexport.vision.features.tower import first, one
 
     taken = inspect.signature(model.get_image_features).parameters
-    patch, merge = one(first(model, "patch_size")), first(model, "spatial_merge_size") or 1
+    merge = first(model, "spatial_merge_size") or one(first(model, "merge_kernel_size")) or 1
+    patch = one(first(model, "patch_size"))
     found: dict[str, object] = {**PIXELS, "image_processor_type": "SiglipImageProcessor"}
     if "image_grid_thw" in taken:
         cell = int(patch or 1) * int(merge)
         found |= {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": patch, "merge_size": merge}
-        found |= {"temporal_patch_size": first(model, "temporal_patch_size") or 1}
+        found |= {
+            "temporal_patch_size": first(model, "temporal_patch_size") or first(model, "patch_temporal") or 1
+        }
         found |= {"size": {"shortest_edge": 4 * cell**2, "longest_edge": 64 * cell**2}}
     elif "spatial_shapes" in taken:
         found |= {"image_processor_type": "Siglip2ImageProcessor", "max_num_patches": ACROSS**2}
@@ -177,6 +218,19 @@ def write_pixels(folder: Path, model: Any) -> None:
             "image_processor_type": "PixtralImageProcessor",
             "size": {"longest_edge": 8 * int(patch or 1)},
         }
+    elif any(
+        (name not in PLAIN and each.default is each.empty) or name in OWN for name, each in taken.items()
+    ):
+        # Arguments that the class's own processor makes.
+        own = Processor.of(model.config.model_type, {})
+        side = one(first(model, "image_size"))
+        # A class without a processor of its own takes that of its family.
+        found = {"image_processor_type": own.name if own.settings else "Gemma4ImageProcessor"}
+        found |= {"patch_size": patch} if patch and "patch_size" in own.settings else {}
+        sizes = [
+            name for name, value in own.settings.items() if isinstance(value, dict) and "height" in value
+        ]
+        found |= {name: {"height": side, "width": side} for name in sizes}
     else:
         side = one(first(model, "image_size")) or ACROSS * (patch or 1)
         found |= {"size": {"height": side, "width": side}}
@@ -242,7 +296,8 @@ def tried(model_type: str, folder: Path) -> dict[str, object]:
             mixes = list(packing.mixes().values())
             items = random_items(spec.recipe, spec.config, [*mixes[0], *mixes[-1], *mixes[1]], seed=7)
             with load(bundle.path, allow_failed=False) as pipeline:
-                given = pipeline.encode_items(items)
+                calls = [[item] for item in items] if packing.is_one else [items]
+                given = [each for call in calls for each in pipeline.encode_items(call)]
             wanted = spec.recipe.reference(checkpoint).run(items)["embeds"]
             rows = torch.cat([each.embeds for each in given])
             error = float((rows.double() - wanted.double()).norm() / wanted.double().norm())

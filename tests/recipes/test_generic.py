@@ -37,7 +37,7 @@ from vlexport.vision.features.pixels import (
     to_item,
 )
 from vlexport.vision.features.stock import StockFeatures
-from vlexport.vision.features.tower import first
+from vlexport.vision.features.tower import USUAL_SIDE, first
 from vlexport.vision.preprocess import patch_rule
 
 pytestmark = pytest.mark.skipif(
@@ -47,8 +47,10 @@ pytestmark = pytest.mark.skipif(
 # Each takes or gives rows in a way of its own, or was promised.
 CLASSES = (
     "qwen2_5_omni_thinker", "qwen3_5", "glm4v", "glm_ocr", "internvl", "llava_onevision", "siglip2", "gemma3",
-    "lighton_ocr", "idefics3", "smolvlm", "mistral3", "qwen3_vl", "paligemma", "qwen2_5_vl",
+    "lighton_ocr", "idefics3", "smolvlm", "mistral3", "qwen3_vl", "paligemma", "qwen2_5_vl", "paddleocr_vl",
 )  # fmt: skip
+# Those that take one picture, as their own processor makes it: floats beside masks, sizes, or grids.
+PICTURES = ("lfm2_vl", "hunyuan_vl", "minicpmv4_6")
 # Those with a recipe of their own, which take the generic one by name.
 WRITTEN = ("qwen2_5_vl", "qwen3_vl")
 # A row of ours is at most 4e-6 from the class's own; outputs of wrong segments are 0.1 away.
@@ -149,8 +151,26 @@ def test_infinity_in_settings_is_read_as_transformers_writes_it():
     assert model.config.text_config.time_step_limit == [0.0, float("inf")]
 
 
+@pytest.mark.parametrize("model_type", ["lfm2_vl", *slow(PICTURES[1:])])
+def test_a_picture_of_one_shape_gives_the_rows_of_the_class_and_others_are_refused(model_type, tmp_path):
+    checkpoint = Checkpoint.open(write_checkpoint(model_type, tmp_path / "tiny"))
+    recipe = recipe_for(checkpoint, "generic")
+    # As a manifest gives it back.
+    config = decode(generic.Config, parse(canonical(encode(recipe.read_config(checkpoint)))))
+    assert config.form == "picture"
+    side = first(vision_model(model_type, checkpoint.config, "eager", meta=True), "image_size") or USUAL_SIDE
+    item = recipe.preprocess(config, picture(side, side))
+    wanted = recipe.reference(checkpoint).run([item])
+    with torch.inference_mode():
+        given = recipe.tower(checkpoint, "float32")(recipe.prepare(config, [item], "grouped"))
+    for name, rows in wanted.items():
+        assert error(given[name], rows) < NEAR
+    with pytest.raises(InputError, match=r"the processor makes .* of it, but the bundle takes"):
+        recipe.preprocess(config, picture(side, 2 * side))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", CLASSES)
+@pytest.mark.parametrize("model_type", [*CLASSES, *PICTURES])
 def test_a_bundle_passes_and_encodes_a_mix_that_was_not_traced(model_type, tmp_path):
     found = tried(model_type, tmp_path)
     assert found["exports"], found
@@ -400,9 +420,9 @@ def test_the_list_of_classes_shows_which_export_and_why_others_fail():
     listed = vlexport("list", "--all", "--json").document["transformers"]
     assert listed == json.loads(json.dumps(tried_classes()))
     exports = {each["model_type"]: each["outputs"] for each in listed["classes"] if each["exports"]}
-    assert set(CLASSES) <= set(exports)
+    assert {*CLASSES, *PICTURES} <= set(exports)
     assert exports["qwen3_vl"] == ["embeds", "level_0", "level_1"]
-    assert len(exports) >= 14
+    assert len(exports) >= 75
     fails = [each for each in listed["classes"] if not each["exports"]]
     assert all(each["step"] and 0 < len(each["reason"]) < 160 for each in fails)
     shown = vlexport("list", "--all").out

@@ -77,7 +77,10 @@ def trace(spec: TowerSpec, module: nn.Module | None = None) -> Graph:
     module = module or spec.tower()
     axes = recipe.axes(config, spec.form)
     example = example_inputs(recipe, config, precision.dtype, spec.form)
-    varying = {name: {axis: _export_dim(dim) for axis, dim in axes.get(name, {}).items()} for name in example}
+    sizes = {} if recipe.packing(config).is_one else axes
+    varying = {
+        name: {axis: _export_dim(dim) for axis, dim in sizes.get(name, {}).items()} for name in example
+    }
     with compile_caches():
         program = torch.export.export(module, (example,), dynamic_shapes=(varying,), strict=False)
     return Graph(
@@ -152,7 +155,7 @@ def specs_of(tensors: Mapping[str, Tensor], axes: Mapping[str, Mapping[int, Dim]
 
 def example_inputs(recipe: Recipe[Any], config: Any, dtype: str, form: str) -> dict[str, Tensor]:
     """Return inputs of the recipe's largest mix: no symbol is 1 there, so the trace specialises none."""
-    mixes = recipe.shape_sets(config).values()
+    mixes = list(recipe.shape_sets(config).values())[: 1 if recipe.packing(config).is_one else None]
     shapes = max(
         mixes, key=lambda mix: (len({grid for _, grid in mix}), sum(math.prod(grid) for _, grid in mix))
     )

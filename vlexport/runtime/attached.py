@@ -24,7 +24,7 @@ from vlexport.specs import MediaItem
 from vlexport.vision.features.classes import METHOD, ReadWeights, feature_class, outputs_of
 from vlexport.vision.features.packing import ImagePacking
 from vlexport.vision.features.pixels import to_rows
-from vlexport.vision.features.tower import GRIDS, NESTED, PATCHES, STRIP
+from vlexport.vision.features.tower import GRIDS, NESTED, PATCHES, PICTURE, RASTER, STRIP
 from vlexport.vision.preprocess import cut
 
 VIDEOS = "get_video_features"
@@ -204,6 +204,10 @@ class _Features:
     @torch.inference_mode()
     def examine(self) -> set[int]:
         """Compare two random images and learn the structure of outputs; return ids of weights read."""
+        if self.form in (RASTER, PICTURE):
+            raise UnsupportedError(
+                f"{self.name} takes a {self.form}, which attach does not give. Call the pipeline itself."
+            )
         order, weights = list[tuple[Any, Any]](), {id(weight): weight for weight in self.owner.parameters()}
         if wrong := {str(weight.device) for weight in weights.values()} - {"cpu"}:
             raise UnsupportedError(

@@ -34,6 +34,7 @@ class Packing:
     cell_tokens    tokens that a cell becomes, where no segmentation has queries
     learned        rows that the tower itself puts before the patches of every frame; a cell is then one row
     frames_apart   whether the tokens of a frame depend on that frame alone
+    is_one         whether a call holds one item alone
     takes_cells    whether an item may be some of the cells of its grid (`MediaItem.cells`)
     """
 
@@ -48,6 +49,7 @@ class Packing:
     per_patch: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ("embeds",)
     frames_apart: ClassVar[bool] = True
+    is_one: ClassVar[bool] = False
     takes_cells: ClassVar[bool] = False
 
     def check(self, media: Sequence[MediaItem]) -> None:

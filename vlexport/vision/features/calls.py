@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import SymInt, Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
 
 from vlexport.errors import UnsupportedError
 from vlexport.vision.attention.kernels import segment_attention, segment_cross_attention
@@ -136,6 +137,22 @@ class _Size:
     def __iter__(self) -> Iterator[int]:
         raise UnsupportedError("the class reads sizes on the host for more than to cut rows apart by image.")
 
+    def __floordiv__(self, _: object) -> _Size:
+        return self
+
+    def tolist(self) -> _Size:
+        return self
+
+
+class HostSizes(tuple[Any, ...]):
+    """Sizes of a call that a class reads row by row on the host; what it computes of all only cuts rows."""
+
+    def prod(self, *_: object, **__: object) -> _Size:
+        return _Size()
+
+    def __pow__(self, _: int) -> _Size:
+        return _Size()
+
 
 class UncutRows(FunctionMode):
     """Keeps the rows of a call together where a class cuts them apart by image.
@@ -163,6 +180,43 @@ class UncutRows(FunctionMode):
         if func is Tensor.__getitem__ and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
             return args[0]
         return func(*args, **kwargs)
+
+
+class Folded(FunctionMode):
+    """Computes what depends on constants alone while a class is traced, so that it can read them."""
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        leaves = tree_leaves((args, kwargs))
+        # What is allocated empty is written to later.
+        if func is torch.empty or any(isinstance(leaf, SymInt) or _is_traced(leaf) for leaf in leaves):
+            if (
+                func is Tensor.__getitem__
+                and isinstance(mask := args[1], Tensor)
+                and mask.dtype == torch.bool
+            ):
+                with _disable_current_modes():
+                    args = (args[0], mask.nonzero(as_tuple=True)) if not _is_traced(mask) else args
+            with _disable_current_modes():
+                args, kwargs = tree_map(_number, (args, kwargs))
+            mixed = func(*args, **kwargs)
+            if func is F.scaled_dot_product_attention:
+                # Its strides differ between kernels, and a graph keeps what follows from them.
+                return mixed.clone(memory_format=torch.contiguous_format)
+            return mixed
+        with _disable_current_modes():
+            return func(*args, **kwargs)
+
+
+def _number(leaf: Any) -> Any:
+    """Return a constant integer, or a slice that has some, as the host reads it."""
+    if isinstance(leaf, slice):
+        return slice(*(_number(bound) for bound in (leaf.start, leaf.stop, leaf.step)))
+    is_integer = type(leaf) is Tensor and leaf.ndim == 0 and leaf.dtype in (torch.int32, torch.int64)
+    return leaf.item() if is_integer else leaf
+
+
+def _is_traced(leaf: object) -> bool:
+    return isinstance(leaf, Tensor) and type(leaf) is not Tensor
 
 
 def _has_unknown_rows(rows: Any) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -170,10 +170,23 @@ def _without_parents(name: str) -> Iterable[str]:
 
 def outputs_of(features: Any) -> dict[str, Tensor]:
     """Return the rows that the decoder takes from what a class gives: one output, and one for each level."""
-    rows = features.pooler_output if hasattr(features, "pooler_output") else features
+    rows, levels = rows_and_levels(features)
     named = {"embeds": _joined(rows)}
-    levels = getattr(features, "deepstack_features", None) or ()
     return {**named, **{f"level_{number}": _joined(level) for number, level in enumerate(levels)}}
+
+
+def rows_and_levels(features: Any) -> tuple[Any, Sequence[Any]]:
+    """Return what a class gives the decoder: its last rows, and those of earlier layers."""
+    if isinstance(features, Tensor):
+        return features, ()
+    if (maps := getattr(features, "fpn_hidden_states", None)) is not None:
+        # Rows of a finer map lie one behind the other, as many of them as there are in the last.
+        wide = [level.transpose(0, 1).reshape(level.shape[1] * len(maps[-1]), -1) for level in maps]
+        return wide[-1], wide[:-1]
+    rows = getattr(features, "pooler_output", None)
+    rows = features.last_hidden_state if rows is None else rows
+    levels: Sequence[Any] = getattr(features, "deepstack_features", None) or ()
+    return rows, levels
 
 
 def _joined(rows: Any) -> Tensor:

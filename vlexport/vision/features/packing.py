@@ -16,7 +16,7 @@ from vlexport.specs import Dim, MediaBounds, MediaItem, Multiple, Range, Symbol
 from vlexport.vision import grid
 from vlexport.vision.attention.packing import Mixes, Packing, Structure
 from vlexport.vision.attention.segmentation import CallSizes, Segmentation, Segments, SegmentSizes
-from vlexport.vision.features.pixels import ImageRule
+from vlexport.vision.features.pixels import ImageRule, PictureRule
 from vlexport.vision.grid_tower import GridPacking, grids_of
 from vlexport.vision.position_tables import Table, taps, weights
 from vlexport.vision.preprocess import PatchRule, check_patches
@@ -31,7 +31,7 @@ class ImagePacking(Packing):
     cells: ClassVar[Symbol] = Symbol("images")
     segmentations = (Segmentation(name="image", largest=1),)
 
-    def __init__(self, rule: ImageRule, cell_tokens: int, outputs: tuple[str, ...]) -> None:
+    def __init__(self, rule: ImageRule | PictureRule, cell_tokens: int, outputs: tuple[str, ...]) -> None:
         self.rule = rule
         self.merge = rule.side // rule.patch
         self.row_width = rule.row_width
@@ -88,6 +88,23 @@ class ImagePacking(Packing):
             "video": [video],
             "mix": [image, video, image],
         }
+
+
+class PicturePacking(ImagePacking):
+    """Pictures of which a class takes one at a time."""
+
+    is_one = True
+
+    def sizes(self, bounds: MediaBounds | None) -> CallSizes:
+        one = Range(1, 1, 1)
+        return CallSizes(cells=one, segments={"image": SegmentSizes(count=one, length=one, runs=one)})
+
+    def capacity(self, tokens: int, frames: int) -> tuple[int, Mapping[str, int]]:
+        return 1, {"image": 1}
+
+    def mixes(self) -> Mixes:
+        # Tables of two are traced; an engine takes one.
+        return {"one image": [("image", (1, 1, 1))], "two images": [("image", (1, 1, 1))] * 2}
 
 
 class TablePacking(GridPacking):

@@ -9,8 +9,9 @@ T frames, B images, S side, P patch side, N patches.
 from __future__ import annotations
 
 import importlib
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -48,6 +49,8 @@ ENCODE_ITEMS = (
 IMAGE_FRAMES = 2
 # SigLIP 2's, where settings name none.
 MOST_PATCHES = 256
+# What a class takes, whose processor makes grids.
+OF_GRIDS = ("grids", "raster")
 # Patches along a side where a class has no patch size of its own.
 PATCHES = (16, 8, 4, 2, 1)
 
@@ -220,6 +223,59 @@ class ImageRule:
         return 3 * self.patch**2
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PictureRule:
+    """Pictures of which a processor makes tensors of one shape, a row of a call each, and the same integers.
+
+    shapes     of the floats that a class takes, by its arguments
+    constants  integers and masks that it takes
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    constants: JsonObject
+    side: int = 1
+    patch: int = 1
+
+    @property
+    def row_width(self) -> int:
+        return sum(math.prod(shape) for shape in self.shapes.values())
+
+    @classmethod
+    def of(cls, values: Mapping[str, Tensor], arguments: Iterable[str]) -> PictureRule:
+        """Return the rule of a picture of which a processor made these values."""
+        taken = {name: whole(values, name) for name in arguments if name in values}
+        return cls(
+            shapes={name: tuple(value.shape) for name, value in taken.items() if value.is_floating_point()},
+            constants={
+                name: value.tolist() for name, value in taken.items() if not value.is_floating_point()
+            },
+        )
+
+    def arguments(self, row_W: Tensor) -> dict[str, Tensor]:
+        """Return the arguments of a class of which a row holds the floats."""
+        parts = row_W.split([math.prod(shape) for shape in self.shapes.values()])
+        pairs = zip(self.shapes.items(), parts, strict=True)
+        floats = {name: part.reshape(shape) for (name, shape), part in pairs}
+        integers = encode(self.constants)
+        return floats | {name: torch.tensor(value, device=row_W.device) for name, value in integers.items()}
+
+    def row(self, kind: str, values: Mapping[str, Tensor]) -> Tensor:
+        """Return the row of a picture; refuse one of which other shapes or integers were made."""
+        own = PictureRule.of(values, (*self.shapes, *self.constants))
+        if encode(own) != encode(self):
+            raise InputError(
+                f"{kind}: the processor makes {_shown(own)} of it, but the bundle takes {_shown(self)}. "
+                "Resize it to the shape of those, or crop it."
+            )
+        return torch.cat([whole(values, name).flatten() for name in self.shapes])
+
+
+def _shown(rule: PictureRule) -> str:
+    shapes = [f"{name} {list(shape)}" for name, shape in rule.shapes.items()]
+    constants = (f"{name} {str(encode(value))[:60]}" for name, value in rule.constants.items())
+    return ", ".join([*shapes, *constants])
+
+
 def per_frame(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return settings with bounds of one frame, where a processor counts several in them."""
     size = settings.get("size") or {}
@@ -260,7 +316,7 @@ def to_images_of(rule: ImageRule, processor: Processor, pixels: Pixels) -> list[
 
 
 def to_item(
-    rule: ImageRule | PatchRule,
+    rule: ImageRule | PatchRule | PictureRule,
     form: str,
     processors: tuple[Processor, Processor | None],
     pixels: Pixels,
@@ -269,7 +325,10 @@ def to_item(
 ) -> MediaItem:
     """Preprocess an image, or a video frame by frame; `by_area`: frames keep an area in their bounds."""
     image, frames = processors
-    if isinstance(rule, ImageRule):
+    if isinstance(rule, PictureRule):
+        rows = torch.stack([rule.row(pixels.kind, values) for values in image.images(pixels)])
+        grid = (len(rows), 1, 1)
+    elif isinstance(rule, ImageRule):
         processor = frames if frames is not None and pixels.kind == "video" else image
         images = to_images_of(rule, processor, pixels)
         if pixels.kind == "video" and any(len(frame) > 1 for frame in images):
@@ -283,7 +342,7 @@ def to_item(
         grid = (num_frames, tiles * across, across)
     elif pixels.kind == "video" and by_area:
         return to_patches(rule, pixels)
-    elif pixels.kind == "video" and form == "grids":
+    elif pixels.kind == "video" and form in OF_GRIDS:
         raise InputError(f"video: how '{image.name}' resizes videos is not known here. {ENCODE_ITEMS}")
     else:
         parts = [_of_grid(rule, form, values) for values in image.images(pixels)]
@@ -293,8 +352,12 @@ def to_item(
 
 def _of_grid(rule: PatchRule, form: str, values: Mapping[str, Tensor]) -> tuple[Tensor, tuple[int, int]]:
     pixels = whole(values, "pixel_values")
-    if form == "grids":
+    if form in OF_GRIDS:
         _, rows, columns = whole(values, "image_grid_thw")[0].tolist()
+        if pixels.ndim > 2:
+            # Line by line.
+            cells = pixels.unflatten(0, (rows // rule.merge, rule.merge, columns // rule.merge, rule.merge))
+            pixels = cells.transpose(1, 2).reshape(len(pixels), rule.row_width)
         return pixels, (rows, columns)
     if form == "patches":
         mask, sides = whole(values, "pixel_attention_mask")[0].bool(), whole(values, "spatial_shapes")[0]

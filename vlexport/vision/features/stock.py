@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -12,8 +13,10 @@ from torch import Tensor
 
 from vlexport.specs import MediaItem
 from vlexport.vision.features.calls import FunctionMode, UncutRows
+from vlexport.vision.features.classes import rows_and_levels
 from vlexport.vision.features.packing import ImagePacking, TablePacking
-from vlexport.vision.features.tower import NESTED, PATCHES, STRIP
+from vlexport.vision.features.pixels import PictureRule
+from vlexport.vision.features.tower import MERGES, NESTED, PATCHES, RASTER, STRIP
 from vlexport.vision.grid_tower import grids_of
 
 
@@ -25,6 +28,10 @@ class StockFeatures:
 
     @torch.inference_mode()
     def run(self, items: Sequence[MediaItem]) -> dict[str, Tensor]:
+        if isinstance(rule := self.packing.rule, PictureRule):
+            rows = torch.cat([item.patches for item in items])
+            calls = [_named(self.module.get_image_features(**rule.arguments(row))) for row in rows]
+            return {name: torch.cat([call[name] for call in calls]) for name in calls[0]}
         if isinstance(self.packing, ImagePacking):
             return _named(self._of_images(torch.cat([item.patches for item in items]), self.packing))
         one = {STRIP: self._of_frames, PATCHES: self._of_patches}.get(self.form, self._of_grid)
@@ -62,7 +69,14 @@ class StockFeatures:
     def _of_grid(self, item: MediaItem) -> list[Any]:
         videos = item.kind == "video" and hasattr(self.module, "get_video_features")
         method = self.module.get_video_features if videos else self.module.get_image_features
-        return [method(item.patches, grids_of([item]))]
+        if self.form != RASTER:
+            return [method(item.patches, grids_of([item]))]
+        (frames, rows, columns), merge = item.grid, self.packing.merge
+        cells = item.patches.unflatten(0, (frames, rows // merge, columns // merge, merge, merge))
+        patches = cells.transpose(2, 3).reshape(len(item.patches), 3, self.packing.rule.patch, -1)
+        names = inspect.signature(self.module.get_image_features).parameters
+        merges = [torch.tensor([merge])] if MERGES in names else []
+        return [method(patches, grids_of([item]), *merges)]
 
     def _of_frames(self, item: MediaItem) -> list[Any]:
         """Run every frame as an image of its own size; classes cannot cut one row off an image of one."""
@@ -87,10 +101,9 @@ class _AnyColumns(FunctionMode):
 
 
 def _named(features: Any) -> dict[str, Tensor]:
-    main = features.pooler_output if hasattr(features, "pooler_output") else features
-    outputs = {"embeds": main}
-    for number, level in enumerate(getattr(features, "deepstack_features", None) or ()):
-        outputs[f"level_{number}"] = level
+    rows, levels = rows_and_levels(features)
+    outputs = {"embeds": rows, **{f"level_{number}": level for number, level in enumerate(levels)}}
     return {
-        name: torch.cat([part.reshape(-1, part.shape[-1]) for part in rows]) for name, rows in outputs.items()
+        name: torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
+        for name, parts in outputs.items()
     }

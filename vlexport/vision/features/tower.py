@@ -8,19 +8,30 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
-from vlexport.errors import UNEXPECTED, UnsupportedError
-from vlexport.specs import MediaItem
+from vlexport.errors import UNEXPECTED, CheckpointError, InputError, UnsupportedError
+from vlexport.specs import MediaItem, Pixels
 from vlexport.vision.attention.layout import CallLayout
-from vlexport.vision.features.calls import ATTENTION, Call, current, inside, strip_of_cells
+from vlexport.vision.features.calls import (
+    ATTENTION,
+    Call,
+    Folded,
+    HostSizes,
+    current,
+    inside,
+    strip_of_cells,
+)
 from vlexport.vision.features.classes import ReadWeights, outputs_of, vision_model
-from vlexport.vision.features.packing import ImagePacking, PooledPacking, TablePacking
+from vlexport.vision.features.packing import ImagePacking, PicturePacking, PooledPacking, TablePacking
 from vlexport.vision.features.pixels import (
+    PictureRule,
     Processor,
     image_rule,
     longest_edge_rule,
@@ -33,8 +44,16 @@ from vlexport.vision.resampler import GroupAttention
 from vlexport.vision.tower import Tower
 
 # What a class takes: images [B, 3, S, S]; the same with an axis of prompts before; rows of patches and a size
-# for each image; rows of patches and grids; one wide image, and sizes.
-IMAGES, NESTED, PATCHES, GRIDS, STRIP = "images", "nested", "patches", "grids", "strip"
+# for each image; rows of patches cell by cell, or [N, 3, P, P] in raster order, and grids; one wide image
+# and sizes; what a processor makes of one.
+IMAGES, NESTED, PATCHES, GRIDS, RASTER = "images", "nested", "patches", "grids", "raster"
+STRIP, PICTURE = "strip", "picture"
+# The argument of sides of cells, in patches, of each image.
+MERGES = "image_merge_sizes"
+# Attention of a class that is traced with one picture.
+PLAIN = "sdpa"
+# Of the picture, where a class names no size of images.
+USUAL_SIDE = 448
 
 
 class FeatureTower(Tower):
@@ -44,10 +63,15 @@ class FeatureTower(Tower):
         self, features: Any, packing: ImagePacking | TablePacking, *, form: str, dry: bool = False
     ) -> None:
         super().__init__()
-        adapt(features)
+        if form != PICTURE:
+            adapt(features)
         self.features, self.packing, self.form, self.dry = features, packing, form, dry
 
     def forward(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        if isinstance(self.packing.rule, PictureRule):
+            with Folded() if self.dry or torch.compiler.is_exporting() else nullcontext():
+                arguments = self.packing.rule.arguments(inputs["patches"][0])
+                return outputs_of(self.features.get_image_features(**arguments))
         if isinstance(self.packing, ImagePacking):
             return self._images(inputs, self.packing)
         return self._grids(inputs, self.packing)
@@ -66,7 +90,7 @@ class FeatureTower(Tower):
         bounds = {name: torch.zeros(2, dtype=torch.int32, device=device) for name in layout.views}
         views = [(bounds[name], view) for name, view in layout.views.items() if name != "group"]
         call = Call(views=views, unit=packing.unit, rows=rows, dry=self.dry)
-        grids = torch.ones(1, 3, dtype=torch.int64, device=device)
+        grids: Any = torch.ones(1, 3, dtype=torch.int64, device=device)
         if self.form == PATCHES:
             count = inputs["group_inverse"].shape[0]
             groups = _Identity(count) if self.dry else layout.queried("group")
@@ -92,9 +116,16 @@ class FeatureTower(Tower):
                 }
             if packing.table is not None:
                 tables |= {"interp_indices": rows["taps"], "interp_weights": rows["tap_weights"]}
+            patches, merge = rows["patches"], packing.merge
+            if self.form == RASTER:
+                # Of cells in one column the raster order is the order cell by cell.
+                patches = patches.unflatten(1, (3, packing.rule.patch, -1))
+                grids = HostSizes([(1, patches.shape[0] // merge, merge)])
+                if MERGES in inspect.signature(self.features.get_image_features).parameters:
+                    tables[MERGES] = HostSizes([merge])
             with inside(call):
                 outputs = outputs_of(
-                    self.features.get_image_features(rows["patches"], image_grid_thw=grids, **tables)
+                    self.features.get_image_features(patches, image_grid_thw=grids, **tables)
                 )
         return {name: output.index_select(0, inputs["inverse"]) for name, output in outputs.items()}
 
@@ -201,6 +232,19 @@ def examined(
 ) -> dict[str, Any]:
     """Return what a class takes and gives, by a call without weights; `image` and `video` bound grids."""
     model = vision_model(model_type, settings, ATTENTION, meta=True)
+    try:
+        return _of_any_size(model, processor, image, video)
+    except (CheckpointError, UnsupportedError) as problem:
+        try:
+            return _picture(vision_model(model_type, settings, PLAIN, meta=True), processor)
+        except (InputError, UnsupportedError):
+            # What the class failed at with pictures of any size or number is the better reason.
+            raise problem from problem.__cause__
+
+
+def _of_any_size(
+    model: Any, processor: Processor, image: Mapping[str, Any], video: Mapping[str, Any]
+) -> dict[str, Any]:
     taken = inspect.signature(model.get_image_features).parameters
     if "image_grid_thw" in taken:
         return _grids(model, image, video)
@@ -209,6 +253,16 @@ def examined(
     if "spatial_shapes" in taken:
         return _patches(model, image)
     return _images(model, processor)
+
+
+def _picture(model: Any, processor: Processor) -> dict[str, Any]:
+    """Trace a class with what its processor makes of one square picture."""
+    side = one(first(model, "image_size")) or USUAL_SIDE
+    blank = Pixels(kind="image", frames=torch.zeros(1, side, side, 3, dtype=torch.uint8))
+    rule = PictureRule.of(processor.images(blank)[0], inspect.signature(model.get_image_features).parameters)
+    facts = _dry(model, PicturePacking(rule, 1, ("embeds",)), PICTURE)
+    tokens, _ = facts.pop("rows"), facts.pop("cells")
+    return {**facts, "rule": rule, "tokens": tokens, "form": PICTURE}
 
 
 def _patches(model: Any, image: Mapping[str, Any]) -> dict[str, Any]:
@@ -228,14 +282,7 @@ def _images(model: Any, processor: Processor) -> dict[str, Any]:
         raise UnsupportedError(f"{type(model).__name__} takes images of no one size ({sides}).")
     rule = image_rule(processor, side, patch)
     packing = ImagePacking(rule, 1, ("embeds",))
-    try:
-        form, facts = IMAGES, _dry(model, packing, IMAGES)
-    except UnsupportedError as problem:
-        try:
-            form, facts = NESTED, _dry(model, packing, NESTED)
-        except UnsupportedError:
-            # What the usual form failed at is the better reason.
-            raise problem from problem.__cause__
+    form, facts = _one_of(model, packing, IMAGES, NESTED)
     tokens, left = divmod(facts.pop("rows"), cells := facts.pop("cells"))
     if left or not tokens:
         raise UnsupportedError(
@@ -253,7 +300,8 @@ def _strip(model: Any, image: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _grids(model: Any, image: Mapping[str, Any], video: Mapping[str, Any]) -> dict[str, Any]:
-    merge, patch = first(model, "spatial_merge_size"), first(model, "patch_size")
+    merge = first(model, "spatial_merge_size") or one(first(model, "merge_kernel_size"))
+    merge, patch = merge or image.get("merge_size"), first(model, "patch_size")
     temporal, window = first(model, "temporal_patch_size") or 1, first(model, "window_size")
     name = type(model).__name__
     if not merge or not patch:
@@ -266,10 +314,11 @@ def _grids(model: Any, image: Mapping[str, Any], video: Mapping[str, Any]) -> di
         )
     rule = patch_rule(image, video, patch=patch, merge=merge, temporal=temporal)
     window_side, table = window and window // merge // patch, _table(model)
-    facts = _dry(model, TablePacking(rule, window_side, table, ("embeds",)), GRIDS)
+    packing = TablePacking(rule, window_side, table, ("embeds",))
+    form, facts = _one_of(model, packing, GRIDS, RASTER)
     if facts.pop("rows") != facts.pop("cells"):
         raise UnsupportedError(f"{name} does not give one row for each cell of {merge} x {merge} patches.")
-    return {**facts, "rule": rule, "form": GRIDS, "window_side": window_side, "table": table}
+    return {**facts, "rule": rule, "form": form, "window_side": window_side, "table": table}
 
 
 def _table(model: nn.Module) -> Table | None:
@@ -293,16 +342,45 @@ def one(sides: Any) -> int | None:
     return several[0] if several and isinstance(several[0], int) and len(set(several)) == 1 else None
 
 
+def _without_values(model: nn.Module, inputs: dict[str, Tensor]) -> AbstractContextManager[object]:
+    """Make weights and inputs, in place, tensors without values that tables of constants may meet."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    inputs |= {name: mode.from_tensor(tensor) for name, tensor in inputs.items()}
+    with mode:
+        for part in model.modules():
+            for name, weight in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]:
+                if weight.is_meta:
+                    empty = torch.empty(weight.shape, dtype=weight.dtype, device="cpu")
+                    setattr(part, name, nn.Parameter(empty) if isinstance(weight, nn.Parameter) else empty)
+    return mode
+
+
+def _one_of(
+    model: Any, packing: ImagePacking | TablePacking, usual: str, other: str
+) -> tuple[str, dict[str, Any]]:
+    """Return which of two forms a class takes, and what it gives."""
+    try:
+        return usual, _dry(model, packing, usual)
+    except UnsupportedError as problem:
+        try:
+            return other, _dry(model, packing, other)
+        except UnsupportedError:
+            # What the usual form failed at is the better reason.
+            raise problem from problem.__cause__
+
+
 def _dry(model: Any, packing: ImagePacking | TablePacking, form: str) -> dict[str, Any]:
     mix = max(packing.mixes().values(), key=len)
     items = [
         MediaItem(kind=kind, grid=grid, patches=torch.zeros(math.prod(grid), packing.row_width))
         for kind, grid in mix
     ]
-    inputs = {name: tensor.to("meta") for name, tensor in packing.prepare(items, "grouped").items()}
+    device = "cpu" if form == PICTURE else "meta"
+    inputs = {name: tensor.to(device) for name, tensor in packing.prepare(items, "grouped").items()}
     tower = FeatureTower(model, packing, form=form, dry=True)
     try:
-        with torch.no_grad(), ReadWeights() as touched:
+        fake = _without_values(model, inputs) if form == PICTURE else nullcontext()
+        with torch.no_grad(), fake, ReadWeights() as touched:
             outputs = tower(inputs)
     except UNEXPECTED as error:
         raise UnsupportedError(
