@@ -26,6 +26,7 @@ from torch import nn
 from benchmarks.tables import markdown, write_between, write_whole
 from vlexport.errors import ParityError, RequestError, VlexportError
 from vlexport.recipe import served_types
+from vlexport.vision.features.tower import PICTURE, RASTER
 
 # Patches along the side of an image; layers.
 ACROSS = 4
@@ -57,11 +58,21 @@ _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 OF_TYPES: Mapping[str, Mapping[str, object]] = {
     "aria": {"projector_patch_to_query_dict": {ACROSS**2: 4}},
     "cohere_compass": {"text_config.rope_parameters": {"full_attention": _ROPE}},
+    **{
+        name: {"vision_config.sam_config.downsample_channels": [64, 64]}
+        for name in ("deepseek_ocr2", "unlimited_ocr")
+    },
     "diffusion_gemma": {
         **dict.fromkeys(("text_config.num_experts", "text_config.top_k_experts"), 2),
         "text_config.moe_intermediate_size": 64,
     },
     "dots3_note": {"vision_config.adapter_in_dim": 64},
+    "embedding_gemma2": {
+        "vision_config": {
+            **{name: size for name, size in SIZES.items() if isinstance(size, int)},
+            "model_type": "gemma4_vision",
+        }
+    },
     "granite4_vision": {"deepstack_layer_map": [[-2, 0], [-1, 1]], "downsample_rate": "1/2"},
     "llama4": {
         **dict.fromkeys(("vision_config.intermediate_size", "vision_config.projector_input_dim"), 256),
@@ -69,9 +80,14 @@ OF_TYPES: Mapping[str, Mapping[str, object]] = {
     },
     **{name: {"out_hidden_size": 256} for name in ("muse_glimmer", "muse_spark")},
     **{
-        name: {"vision_config.backbone_config.hidden_size": 96}
+        name: {
+            "vision_config.backbone_config.hidden_size": 96,
+            "vision_config.backbone_config.image_size": [128, 128],
+            **({"image_size": 128} if "video" in name else {}),
+        }
         for name in ("edgetam_video", "sam2", "sam2_video")
     },
+    "sam3_tracker_video": {"image_size": 336},
     "t5gemma2_encoder": {"text_config.dropout_rate": 0.0},
 }
 
@@ -225,7 +241,9 @@ def write_pixels(folder: Path, model: Any) -> None:
         own = Processor.of(model.config.model_type, {})
         side = one(first(model, "image_size"))
         # A class without a processor of its own takes that of its family.
-        found = {"image_processor_type": own.name if own.settings else "Gemma4ImageProcessor"}
+        own = own if own.settings else Processor.of("gemma4", {})
+        found = {"image_processor_type": own.name}
+        found |= {"max_soft_tokens": 70} if "max_soft_tokens" in own.settings else {}
         found |= {"patch_size": patch} if patch and "patch_size" in own.settings else {}
         sizes = [
             name for name, value in own.settings.items() if isinstance(value, dict) and "height" in value
@@ -385,7 +403,12 @@ def page(classes: Sequence[Mapping[str, Any]]) -> list[str]:
     own = ", ".join(f"`{each['model_type']}`" for each in good if each["model_type"] in served_types())
     same = ", ".join(f"`{each['model_type']}`" for each in good if each.get("attach") == "equal")
     apart = [
-        (f"`{each['model_type']}`", str(each.get("attach", "not tried")).replace("|", "\\|"))
+        (
+            f"`{each['model_type']}`",
+            f"refused: it takes a {each['form']}"
+            if each["form"] in (RASTER, PICTURE)
+            else str(each.get("attach", "not tried")).replace("|", "\\|"),
+        )
         for each in good
         if each.get("attach") != "equal"
     ]

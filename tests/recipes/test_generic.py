@@ -332,6 +332,14 @@ def test_grids_and_rows_of_patches_are_those_of_the_processor():
     found = theirs("Glm4v", settings, pixels)
     assert given.grid == tuple(found["image_grid_thw"][0].tolist())
     assert torch.equal(given.patches, found["pixel_values"])
+    # A processor that makes patches line by line: items have them cell by cell, and so has the class.
+    settings = {**settings, "size": {"shortest_edge": 3136, "longest_edge": 12544}, "temporal_patch_size": 1}
+    lines, rule = stored("PaddleOCRVL", settings), patch_rule(settings, PIXELS, patch=14, merge=2, temporal=1)
+    given, found = to_item(rule, "raster", (lines, None), pixels), theirs("PaddleOCRVL", settings, pixels)
+    columns = given.grid[2]
+    assert given.grid == tuple(found["image_grid_thw"][0].tolist())
+    second_line = found["pixel_values"][columns : columns + 2].flatten(1)
+    assert torch.equal(given.patches[2:4], second_line)
     clip = Pixels(kind="video", frames=pixels.frames.repeat(4, 1, 1, 1), frames_per_second=2.0)
     with pytest.raises(InputError, match="how 'Glm4vImageProcessor' resizes videos is not known"):
         to_item(volume, "grids", (glm, None), clip)
@@ -422,7 +430,7 @@ def test_the_list_of_classes_shows_which_export_and_why_others_fail():
     exports = {each["model_type"]: each["outputs"] for each in listed["classes"] if each["exports"]}
     assert {*CLASSES, *PICTURES} <= set(exports)
     assert exports["qwen3_vl"] == ["embeds", "level_0", "level_1"]
-    assert len(exports) >= 75
+    assert len(exports) >= 85
     fails = [each for each in listed["classes"] if not each["exports"]]
     assert all(each["step"] and 0 < len(each["reason"]) < 160 for each in fails)
     shown = vlexport("list", "--all").out
