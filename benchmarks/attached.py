@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import inspect
 import json
 import sys
 import tempfile
+import weakref
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from itertools import chain
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from benchmarks.classes import (
     BEGIN,
@@ -33,42 +39,46 @@ from vlexport._build.build import build_checkpoint
 from vlexport._build.request import request
 from vlexport.bundle import Bundle
 from vlexport.checkpoint import Checkpoint
-from vlexport.errors import VlexportError
+from vlexport.errors import UnsupportedError, VlexportError
 from vlexport.recipe import served_types
 from vlexport.runtime.attached import attach
-from vlexport.vision.features.classes import feature_class
+from vlexport.vision.features.classes import feature_class, outputs_of
 from vlexport.vision.features.tower import first, one
 
 # Logits of a step may differ so much, relatively.
 NEAR = 1e-4
 TOKENS = 8
+JOINED = ("mistral_large4", "qianfan_ocr")
+MARKS = {
+    "vision_start_token_id": 13, "vision_end_token_id": 14,
+    "video_start_token_id": 15, "video_end_token_id": 16,
+}  # fmt: skip
 IMAGE = ("image_token_id", "image_token_index", "im_patch_id", "img_context_token_id")
 VIDEO = ("video_token_id", "video_token_index")
 
 
 def whole_model(model_type: str, folder: Path) -> Any:
     """Return a tiny random model with its language model, as it is read from a checkpoint in the folder."""
-    from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText
+    from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, AutoModelForMultimodalLM
 
-    for auto in (AutoModelForImageTextToText, AutoModel):
+    for auto in (AutoModelForMultimodalLM, AutoModelForMaskedLM, AutoModel):
         for wanted, layers in REACHES:
             try:
                 config = shrunk(AutoConfig.for_model(model_type), wanted, layers)
                 _fit(config)
                 factory: Any = auto
                 model = factory.from_config(config)
+                owner = owner_of(model)
             except Exception as error:  # noqa: BLE001  configurations raise errors of their own
                 problem = error
                 continue
             state = random_state(model)
             model.load_state_dict({**model.state_dict(), **state})
             folder.mkdir(parents=True, exist_ok=True)
-            model.save_pretrained(folder)
-            kind = feature_class(model_type)
-            assert kind is not None
-            owner = next((part for part in model.modules() if type(part) is kind[0]), None)
-            if owner is None:
-                raise VlexportError(f"{type(model).__name__} has no {kind[0].__name__}")
+            # What transformers joins and cuts while it loads is refused by recipe `generic`.
+            model.save_pretrained(folder, save_original_format=model_type not in JOINED)
+            if hasattr(model, "load_speakers"):
+                torch.save({}, folder / "spk_dict.pt")
             write_pixels(folder, owner)
             return type(model).from_pretrained(folder).eval()
     raise problem
@@ -85,6 +95,16 @@ def _fit(config: Any) -> None:
         heads = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         half = int(heads * rotary.get("partial_rotary_factor", 1.0)) // 2
         rotary["mrope_section"] = [half - 2 * (half // 3), half // 3, half // 3]
+    kinds = getattr(config, "layer_types", None)
+    if isinstance(kinds, list) and set(kinds) == {"linear_attention"}:
+        last = "indexed" if any("index" in name for name in vars(config)) else "full"
+        config.layer_types = [*kinds[1:], f"{last}_attention"]
+    if getattr(config, "kv_source_layers", None) is not None:
+        config.kv_source_layers = config.kv_source_layers[: config.num_hidden_layers]
+        config.head_dim = config.qk_rope_head_dim
+    for name, token in MARKS.items():
+        if hasattr(config, name) or "thinker" in config.model_type:
+            setattr(config, name, token)
     most = getattr(getattr(config, "text_config", config), "vocab_size", None)
     for number, name in enumerate((*IMAGE, *VIDEO)):
         if most and (getattr(config, name, None) or 0) >= most:
@@ -134,6 +154,11 @@ def pixels_of(owner: Any, images: int, *, video: bool = False) -> dict[str, Tens
         cell = patch * (getattr(owner.config, "spatial_merge_size", 1))
         sizes = torch.tensor([(cell * (2 + number), cell * 3) for number in range(images)])
         return {"pixel_values": noise(images, 3, *sizes.amax(0).tolist()), "image_sizes": sizes}
+    if "spatial_shapes" in taken:
+        shapes = torch.tensor([(2 + number, 3) for number in range(images)])
+        rows = noise(images, 3 * images + 3, 3 * patch**2)
+        mask = torch.arange(rows.shape[1]) < shapes.prod(1, keepdim=True)
+        return {"pixel_values": rows, "pixel_attention_mask": mask, "spatial_shapes": shapes}
     if video:
         return {"pixel_values_videos": noise(images, 3, 3, side, side)}
     if hasattr(owner, "pack_image_features"):
@@ -161,13 +186,18 @@ def prompts(
         rows = method(**{key: value for key, value in pixels.items() if key in taken}).pooler_output
     counts = [part.numel() // part.shape[-1] for part in rows for _ in range(frames)]
     token = _token(model.config, names)
-    parts = [[11, 12, 13, *[token] * (count // frames), 14] for count in counts]
+    first, last, *ends = MARKS.values()
+    parts = [[11, 12, first, *[token] * (count // frames), last] for count in counts]
     each = len(parts) // batch
     texts = [list(chain(*parts[start : start + each])) for start in range(0, len(parts), each)]
+    if video:
+        texts = [[ends[0], *text, ends[1]] for text in texts]
     ids = torch.tensor(texts)
     marks = (ids == token).long()
     taken = inspect.signature(owner.forward).parameters
     further = {"mm_token_type_ids": marks * (2 if video else 1), "token_type_ids": marks}
+    if video:
+        further["video_second_per_grid"] = torch.ones(len(counts) // frames)
     pixel_name = "pixel_values" if "pixel_values" in taken else "pixel_values_images"
     return {
         "input_ids": ids,
@@ -220,34 +250,120 @@ def _video(model: Any, pixels: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def answers(model: Any, call: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the logits of a call, and tokens of a greedy answer."""
+    """Return the logits of a call, and tokens of a greedy answer or, of masked words, the likeliest."""
+    writer = getattr(model, "thinker", model)
+    starts = {"decoder_input_ids": call["input_ids"][:, :1]} if writer.config.is_encoder_decoder else {}
     with torch.inference_mode():
-        logits = model(**call).logits
-        tokens = model.generate(**call, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False)
+        logits = writer(**call, **starts).logits
+        if not hasattr(writer, "generate"):
+            return logits, logits.argmax(-1)
+        tokens = writer.generate(**call, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False)
     return logits, tokens
 
 
+def features(model: Any, call: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
+    """Return the rows of images, and the structure that they are in."""
+    with torch.inference_mode():
+        output = model.get_image_features(**call)
+    rows = output.pooler_output
+    return outputs_of(output)["embeds"], (type(output), type(rows), [part.shape for part in rows])
+
+
 def attached(model_type: str, folder: Path, recipe: str | None = None) -> str:
-    """Return `equal`, or what differs, of a model with its engine attached."""
+    """Return `equal`, of what, and what differs, of a model with its engine attached."""
     model = whole_model(model_type, folder)
     bundle = build(folder, recipe or (None if model_type in served_types() else "generic"))
-    calls = dict(calls_of(model))
-    own = {name: answers(model, call) for name, call in calls.items()}
+    owner, ask, outcome, head = owner_of(model), answers, "equal", None
+    if model is owner and not hasattr(model, "generate"):
+        ask, outcome = features, "features equal"
+        head = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(model_type)
+        calls = {f"{count} images": pixels_of(owner, count) for count in (1, 3)}
+    else:
+        calls = dict(calls_of(model))
+    own = {name: ask(model, call) for name, call in calls.items()}
     problems = []
     with attach(model, bundle) as engine:
         for name, call in calls.items():
             before = engine.session.num_calls
-            logits, tokens = answers(model, call)
-            error = float((logits - own[name][0]).norm() / own[name][0].norm())
-            if engine.session.num_calls - before < 2:
+            try:
+                rows, answer = ask(model, call)
+            except UnsupportedError:
+                if name != "video":
+                    raise
+                outcome = "images equal; videos refused, as the class takes them another way"
+                continue
+            error = float((rows - own[name][0]).norm() / own[name][0].norm())
+            if engine.session.num_calls - before < 1 + hasattr(model, "generate"):
                 problems.append(f"{name}: the engine was not called")
-            if error > NEAR or not torch.equal(tokens, own[name][1]):
-                problems.append(f"{name}: logits differ by {error:.1e}")
-    return "; ".join(problems) or "equal"
+            if error > NEAR or str(answer) != str(own[name][1]):
+                problems.append(f"{name}: {'logits' if ask is answers else 'rows'} differ by {error:.1e}")
+    if head is not None:
+        outcome += f"; {head}, which writes text, has no {type(owner).__name__}"
+    return "; ".join(problems) or outcome
+
+
+def wide(folder: Path) -> None:
+    """Write a checkpoint with four blocks of a 3B model's vision tower, and a small language model."""
+    from transformers import LlavaConfig, LlavaForConditionalGeneration
+
+    blocks = {"hidden_size": 1280, "intermediate_size": 5120, "num_attention_heads": 16}
+    vision = {"model_type": "siglip_vision_model", "image_size": 224, "patch_size": 14, **blocks}
+    text = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "vocab_size": 8192}
+    config = LlavaConfig(
+        vision_config={**vision, "num_hidden_layers": 4, "vision_use_head": False},
+        text_config={"model_type": "llama", **text, "num_key_value_heads": 4, "num_hidden_layers": 2},
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+    )
+    model = LlavaForConditionalGeneration(config)
+    model.load_state_dict({**model.state_dict(), **random_state(model)})
+    model.save_pretrained(folder)
+    write_pixels(folder, model.model)
+
+
+def resident(kind: str = "VmRSS") -> int:
+    """Return the bytes of memory that this process holds, or of a kind of it."""
+    return 1024 * int(Path("/proc/self/status").read_text().split(f"{kind}:")[1].split()[0])
+
+
+def held(folder: Path, bundle: Path) -> dict[str, int]:
+    """Return bytes before and after an engine is attached, in a process of its own."""
+    from transformers import LlavaForConditionalGeneration
+
+    importlib.import_module("onnxruntime")
+    start, own_pages = resident(), resident("RssAnon")
+    model = LlavaForConditionalGeneration.from_pretrained(folder).eval()
+    own, weights = resident() - start, [weakref.ref(each) for each in model.model.parameters()]
+    engine = attach(model, bundle)
+    gc.collect()
+    sizes = [path.stat().st_size for path in bundle.rglob("*") if path.is_file()]
+    left = {id(each) for each in model.parameters() if each.numel()}
+    old = [each for ref in weights if (each := ref()) is not None and id(each) not in left]
+    return {
+        "resident, own tower": own,
+        "resident, attached": resident() - start,
+        "of it in no file": resident("RssAnon") - own_pages,
+        "weights of the language model": sum(each.nbytes for each in model.parameters()),
+        "weights freed": engine.freed_bytes,
+        "files of the bundle": sum(sizes),
+        "old weights alive": len(old),
+    }
+
+
+def memory() -> dict[str, int]:
+    """Return what a model holds with its engine attached."""
+    with tempfile.TemporaryDirectory() as place:
+        wide(Path(place))
+        bundle = build(Path(place), "generic")
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+            return pool.submit(held, Path(place), Path(bundle.path)).result()
 
 
 def main(names: list[str]) -> None:
     """Try the classes that export, all without names; write what came of each beside how it exports."""
+    if names == ["--memory"]:
+        sys.stdout.writelines(f"{name}: {count:,}\n" for name, count in memory().items())
+        return
     stored = json.loads(RESULTS.read_text(encoding="utf-8"))
     classes = {each["model_type"]: each for each in stored["classes"]}
     with tempfile.TemporaryDirectory() as folder:

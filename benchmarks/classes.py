@@ -41,6 +41,7 @@ SIZES: Mapping[str, object] = {
     **dict.fromkeys(("intermediate_size", "encoder_ffn_dim", "ffn_dim"), 128),
     **dict.fromkeys(("num_attention_heads", "num_heads", "encoder_attention_heads"), 4),
     **dict.fromkeys(("num_key_value_heads",), 4),
+    "encoder_hidden_size": 64,
     "head_dim": 16,
     "fpn_hidden_size": 64,
     "num_position_embeddings": 64,
@@ -51,7 +52,11 @@ SIZES: Mapping[str, object] = {
     "vision_feature_layer": -2,
 }
 # Of what some configurations leave open, and their classes need.
-UNSET: Mapping[str, object] = {"head_dim": 16, "num_experts": 4, "mlp_layer_types": ["dense"] * DEPTH}
+UNSET: Mapping[str, object] = {
+    "head_dim": 16, "num_experts": 4, "mlp_layer_types": ["dense"] * DEPTH,
+    "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 64,
+    "indexer_compress_ratio": 4,
+}  # fmt: skip
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 # Of single model types, whose settings lack them or have sizes that depend on each other.
@@ -402,6 +407,7 @@ def page(classes: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
     own = ", ".join(f"`{each['model_type']}`" for each in good if each["model_type"] in served_types())
     same = ", ".join(f"`{each['model_type']}`" for each in good if each.get("attach") == "equal")
+    rows = ", ".join(f"`{each['model_type']}`" for each in good if each.get("attach") == "features equal")
     apart = [
         (
             f"`{each['model_type']}`",
@@ -410,7 +416,7 @@ def page(classes: Sequence[Mapping[str, Any]]) -> list[str]:
             else str(each.get("attach", "not tried")).replace("|", "\\|"),
         )
         for each in good
-        if each.get("attach") != "equal"
+        if each.get("attach") not in ("equal", "features equal")
     ]
     fails = [(f"`{each['model_type']}`", each["step"], each["reason"].replace("|", "\\|")) for each in bad]
     return [
@@ -420,7 +426,8 @@ def page(classes: Sequence[Mapping[str, Any]]) -> list[str]:
         "",
         (
             "[Attached](#attach-to-a-model-in-a-variable) to a tiny random model, one image, three, two "
-            f"prompts and a video where the class has one give the tokens of its own tower for {same}."
+            f"prompts and a video where the class has one give the tokens of its own tower for {same}; "
+            f"features are equal, with their structure, for those that write no text: {rows}."
         ),
         "",
         *markdown(("model type", "attached"), apart),

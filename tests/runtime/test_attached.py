@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,10 +11,12 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
+from PIL import Image
 
-from benchmarks.attached import answers, attached, build, calls_of, owner_of, pixels_of, whole_model
+from benchmarks.attached import answers, attached, build, calls_of, features, owner_of, pixels_of, whole_model
 from benchmarks.classes import random_state
-from vlexport import attach
+from tests.recipes.whole_checkpoints import WHOLE, write_whole
+from vlexport import attach, load
 from vlexport.bundle import Bundle
 from vlexport.errors import CheckpointError, InputError, MisfitError, UnsupportedError
 from vlexport.recipe import served_types
@@ -22,6 +25,7 @@ pytestmark = pytest.mark.skipif(
     Version(transformers.__version__) < Version("5.20"),
     reason="classes of transformers that take their tables, as those of 5.23 do",
 )
+PICTURE = Path(__file__).parents[2] / "recipes" / "demo" / "trained" / "scene" / "image.png"
 SLOW = (
     "gemma3", "internvl", "llava_onevision", "qwen3_vl", "glm4v", "mistral3", "idefics3", "smolvlm",
 )  # fmt: skip
@@ -137,8 +141,16 @@ def test_what_does_not_fit_is_refused_and_leaves_the_model_as_it_was(llava, tmp_
     with pytest.raises(UnsupportedError, match="on meta, cpu expected"):
         attach(away, bundle)
     with attach(model, bundle):
-        with pytest.raises(InputError, match="vision_feature_layer=-1 given"):
-            model.get_image_features(**pixels_of(owner_of(model), 1), vision_feature_layer=-1)
+        call, own = dict(calls_of(model))["one image"], model.config.vision_feature_layer
+        for layer in (-1, 0, [own, -1]):
+            words = re.escape(f"vision_feature_layer={layer} given, {own} expected. Leave it out, or detach")
+            with pytest.raises(InputError, match=words):
+                model.get_image_features(call["pixel_values"], vision_feature_layer=layer)
+            with pytest.raises(InputError, match=words):
+                model.generate(**call, vision_feature_layer=layer)
+        with pytest.raises(InputError, match="vision_feature_select_strategy='full' given, 'default' exp"):
+            model(**call, vision_feature_select_strategy="full")
+        model(**call, vision_feature_layer=own)
         with pytest.raises(InputError, match=r"images \[3, "):
             model.get_image_features(torch.zeros(1, 3, 8, 8))
 
@@ -163,7 +175,38 @@ def test_a_class_with_its_engine_gives_equal_tokens(model_type, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_class_that_calls_no_features_is_refused_by_its_name(tmp_path):
-    model = whole_model("siglip", tmp_path / "siglip")
-    with pytest.raises(UnsupportedError, match="SiglipModel: its forward does not call get_image_features"):
-        attach(model, build(tmp_path / "siglip", "generic"))
+def test_a_class_that_calls_no_features_gives_these_alone_and_is_refused_if_it_writes(tmp_path):
+    model, folder = whole_model("siglip2", tmp_path / "siglip2"), tmp_path / "siglip2"
+    bundle, pixels = build(folder, "generic"), pixels_of(model, 3)
+    own, structure = features(model, pixels)
+    with attach(model, bundle):
+        rows, same = features(model, pixels)
+        assert same == structure
+        assert (rows - own).norm() < 1e-5 * own.norm()
+        with pytest.raises(UnsupportedError, match="forward does not call get_image_features, which alone"):
+            model(input_ids=torch.ones(1, 4, dtype=torch.int64), **pixels)
+    assert torch.equal(features(model, pixels)[0], own)
+    model.generate = None
+    with pytest.raises(UnsupportedError, match="Siglip2Model: its forward does not call get_image_features"):
+        attach(model, bundle)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", WHOLE)
+def test_a_picture_through_processor_and_pipeline_of_transformers_gets_the_own_answer(model_type, tmp_path):
+    source = write_whole(model_type, tmp_path / model_type)
+    bundle, picture = build(source, "generic"), Image.open(PICTURE).convert("RGB")
+    with load(bundle.path, decoder=str(source)) as loaded:
+        processor: Any = loaded.require_generator().language.decoder.processor  # type: ignore[attr-defined]
+    model = transformers.AutoModelForImageTextToText.from_pretrained(source).eval()
+    parts = [{"type": "image"}, {"type": "text", "text": "What is this?"}]
+    text = processor.tokenizer.apply_chat_template([{"role": "user", "content": parts}], tokenize=False)
+    ask = transformers.pipeline("image-text-to-text", model=model, processor=processor, device="cpu")
+    inputs = processor(text=[text], images=[picture], return_tensors="pt")
+    limits = {"max_new_tokens": 8, "do_sample": False}
+    own, answer = model.generate(**inputs, **limits), ask(picture, text=text, generate_kwargs=limits)
+    with attach(model, bundle) as engine:
+        count = engine.session.num_calls
+        assert torch.equal(model.generate(**inputs, **limits), own)
+        assert ask(picture, text=text, generate_kwargs=limits) == answer
+        assert engine.session.num_calls == count + 2

@@ -29,7 +29,7 @@ from vlexport.vision.preprocess import cut
 
 VIDEOS = "get_video_features"
 PIXELS = ("pixel_values", "pixel_values_images", "pixel_values_videos")
-SIZES = ("image_grid_thw", "video_grid_thw", "image_sizes", "pixel_attention_mask")
+SIZES = ("image_grid_thw", "video_grid_thw", "image_sizes", "pixel_attention_mask", "spatial_shapes")
 # Fields of outputs that follow from pixels; others may be constants of the class.
 FIELDS = ("last_hidden_state", "pooler_output", "hidden_states", "attentions", "deepstack_features")
 # Classes round to as much as 1.6e-5 against themselves (docs/generic.md); other weights are 0.1 away.
@@ -86,7 +86,7 @@ class Attached:
         self.model, self.session, self.freed_bytes = model, features.session, 0
         self._features, self._freed = features, dict[str, nn.Parameter]()
         _check_source(model, self.session)
-        ids = features.examine()
+        ids = features.examine(model)
         features.install()
         for name, weight in list(model.named_parameters(remove_duplicate=False)):
             if id(weight) in ids and not keep_weights:
@@ -199,10 +199,10 @@ class _Features:
         self.packs = hasattr(owner, "pack_image_features")
         self.constants: dict[str, Tensor] = {}
         self.replaced: list[tuple[Any, str]] = []
-        self.local, self.takes_videos = threading.local(), self.form == GRIDS
+        self.local, self.takes_videos, self.is_used = threading.local(), self.form == GRIDS, True
 
     @torch.inference_mode()
-    def examine(self) -> set[int]:
+    def examine(self, model: Any) -> set[int]:
         """Compare two random images and learn the structure of outputs; return ids of weights read."""
         if self.form in (RASTER, PICTURE):
             raise UnsupportedError(
@@ -214,8 +214,8 @@ class _Features:
                 f"{self.name}: weights are on {', '.join(sorted(wrong))}, cpu expected. Load the "
                 "model with device_map='cpu'."
             )
-        inputs = {} if self.form == PATCHES else self._inputs(seed=0)
-        self._require_use(inputs)
+        inputs = self._inputs(seed=0)
+        self.is_used = self._require_use(inputs, writes=model is not self.owner or hasattr(model, "generate"))
         hooks = [
             part.register_forward_hook(lambda part, _, output: order.append((part, output)))
             for part in self.owner.children()
@@ -254,8 +254,8 @@ class _Features:
             self.remove()
         return ids
 
-    def _require_use(self, inputs: Mapping[str, Any]) -> None:
-        """Refuse a class whose forward takes its features from somewhere else."""
+    def _require_use(self, inputs: Mapping[str, Any], *, writes: bool) -> bool:
+        """Return if forward of the class takes its features from the method; refuse if not and it writes."""
 
         def reached(*_: object, **__: object) -> None:
             raise _Reached
@@ -268,15 +268,23 @@ class _Features:
         try:
             self.owner(**{name: value for name, value in arguments.items() if name in taken})
         except _Reached:
-            return
+            return True
         except UNEXPECTED as error:
             problem = error
         finally:
             self.remove()
+        if not writes:
+            return False
         raise UnsupportedError(
             f"{self.name}: its forward does not call {METHOD}, so an engine would not be used. Encode with "
             "`vlexport.load`, and pass the rows."
         ) from problem
+
+    def _refuse(self, *_: object, **__: object) -> None:
+        raise UnsupportedError(
+            f"{self.name}: its forward does not call {METHOD}, which alone is the engine's. Call that, or "
+            "detach."
+        )
 
     def _inputs(self, seed: int) -> dict[str, Any]:
         """Return pixels of two random images, as a processor gives them."""
@@ -288,11 +296,17 @@ class _Features:
                 return {"pixel_values": images.expand(-1, MOST_TILES, -1, -1, -1), "image_sizes": sizes}
             return {"pixel_values": images if self.form == NESTED else images[:, 0]}
         mixes = [mix for mix in self.packing.mixes().values() if len(mix) > 1]
-        grids = torch.tensor([grid for mix in mixes for kind, grid in mix if kind == "image"][:2])
+        # torch 2.13 resizes positions wrongly to a single column.
+        wide = [grid for mix in mixes for kind, grid in mix if kind == "image" and grid[2] > 1]
+        grids = torch.tensor(wide[:2])
         if self.form == STRIP:
             sizes = grids[:, 1:] * rule.patch
             pixels = torch.randn(2, 3, *sizes.amax(0).tolist(), generator=generator)
             return {"pixel_values": pixels, "image_sizes": sizes}
+        if self.form == PATCHES:
+            rows = torch.randn(2, int(grids.prod(1).max()), self.packing.row_width, generator=generator)
+            mask = torch.arange(rows.shape[1]) < grids.prod(1, keepdim=True)
+            return {"pixel_values": rows, "pixel_attention_mask": mask, "spatial_shapes": grids[:, 1:]}
         count = int(grids.prod(1).sum())
         rows = torch.randn(count, self.packing.row_width, generator=generator)
         return {"pixel_values": rows, "image_grid_thw": grids}
@@ -315,6 +329,8 @@ class _Features:
 
     def install(self) -> None:
         """Replace the methods on this instance."""
+        if not self.is_used:
+            self._replace(self.owner, "forward", self._refuse)
         if self.packs:
             self._replace(self.tower, "forward", self._tiles)
             self._replace(self.projector, "forward", lambda *_, **__: self.local.rows)
@@ -342,10 +358,12 @@ class _Features:
             chosen = (key in bound and not self.packs) or key.startswith(
                 ("vision_feature_", "interpolate_pos")
             )
-            usual = (None, False, getattr(self.owner.config, key, None))
-            if chosen and key not in (*PIXELS, *SIZES) and value not in usual:
+            usual = getattr(self.owner.config, key, None)
+            # 0 is a layer, and equals False.
+            is_usual = value is None or value is False or value == usual
+            if chosen and key not in (*PIXELS, *SIZES) and not is_usual:
                 raise InputError(
-                    f"{name}: {key}={value!r:.100} given, {usual[-1]!r} expected. Leave it out, or detach."
+                    f"{name}: {key}={value!r:.100} given, {usual!r} expected. Leave it out, or detach."
                 )
         if name == VIDEOS and not self.takes_videos:
             raise UnsupportedError(
@@ -363,6 +381,12 @@ class _Features:
         if self.form == GRIDS:
             grids = (bound.get("image_grid_thw", bound.get("video_grid_thw"))).tolist()
             return pixels, grids, [1] * len(grids)
+        if self.form == PATCHES:
+            grids = [(1, *shape) for shape in bound["spatial_shapes"].tolist()]
+            rows = [rows_ND[: math.prod(grid)] for rows_ND, grid in zip(pixels, grids, strict=True)]
+            # Values of a pixel lie side by side there.
+            patches = torch.cat(rows).unflatten(1, (-1, 3)).transpose(1, 2).flatten(1)
+            return patches, grids, [1] * len(grids)
         if self.form == STRIP:
             sizes, rule = torch.as_tensor(bound["image_sizes"]).tolist(), self.packing.rule
             images = zip(pixels, sizes, strict=True)
