@@ -173,10 +173,15 @@ class ProofCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Proof:
-    """Calls with the reference's rows beside the engine, and where the engine passed them first; or none."""
+    """Calls with the reference's rows beside the engine, and where the engine passed them first; or none.
+
+    deterministic  `item`: there, rows of an item had the same bits alone, in other order and in company;
+                   `call`: only equal calls are known to give equal bits
+    """
 
     calls: tuple[ProofCall, ...] = ()
     machine: str = ""
+    deterministic: Literal["item", "call"] = "call"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

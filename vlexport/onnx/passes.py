@@ -27,6 +27,26 @@ def drop_unused(model: ir.Model) -> None:
     RemoveUnusedFunctionsPass()(model)  # type: ignore[no-untyped-call]
 
 
+def store_reshaped(model: ir.Model) -> int:
+    """Store weights in the shape that the graph gives them; return how many.
+
+    ONNX Runtime, which is not asked to fold constants, arranges only stored weights for its products. Of the
+    others it adds up in steps that depend on how threads share a call, so on what else is in it.
+    """
+    count = 0
+    for node in [node for node in model.graph if node.op_type == "Reshape"]:
+        weight, shape = node.inputs[0], constant_of(node.inputs[1])
+        content = None if weight is None or not weight.is_initializer() else weight.const_value
+        if weight is None or content is None or shape is None or len(weight.uses()) > 1:
+            continue
+        stored = content.numpy().reshape(shape.numpy())
+        weight.const_value, weight.shape = ir.tensor(stored, name=weight.name), ir.Shape(stored.shape)
+        node.outputs[0].replace_all_uses_with(weight)
+        model.graph.remove(node, safe=True)
+        count += 1
+    return count
+
+
 def save(model: ir.Model, path: Path, weights: str) -> None:
     """Write a model and a file of its weights next to it, and let go of them.
 

@@ -57,6 +57,7 @@ from vlexport.parity.samples import (
     MAX_PATCHES_HEAVY,
     Sample,
     SampleRules,
+    mixed,
     prepared,
     samples,
     token_symbol,
@@ -64,7 +65,8 @@ from vlexport.parity.samples import (
 )
 from vlexport.parity.tables import Faults
 from vlexport.recipe import Limit
-from vlexport.specs import ShapeProfile, TensorSpec
+from vlexport.runtime.outputs import digest_of
+from vlexport.specs import MediaItem, ShapeProfile, TensorSpec
 from vlexport.system import give_back
 from vlexport.vision.tower import StagedTower
 
@@ -158,6 +160,7 @@ def run_checks(  # noqa: PLR0913  what a check may be given besides the two side
             rows += portable_rows(portable, graphs.selection.selector, subject.recipe, subject.config)
     required = ("L0", "L1", "L3") if subject.is_exact else LEVELS
     climb = Checker(engine, subject, progress, inside, portable)
+    climb.proves = then is not None
     steps = (climb.integers, climb.structure, climb.dtype, climb.health)
     for level, step in zip(LEVELS, steps, strict=True):
         if stop and any(row.verdict in ("failed", "blocked") for row in rows):
@@ -251,6 +254,7 @@ class Checker:
         inside: Inside | None = None,
         portable: Portable | None = None,
     ) -> None:
+        self.proves, self.is_by_item = False, False
         self.engine, self.subject, self.inside, self.portable = engine, subject, inside, portable
         self.progress = progress
         self.rules = SampleRules(
@@ -303,9 +307,26 @@ class Checker:
         # Files that cannot be read are an error, and no difference of numbers.
         self.engine.reopen()
         self.answers = list(self.answers_to(self.samples))
+        if self.proves:
+            self.is_by_item = self._by_item(mixed(self.samples))
         # Blocks are compared in copies of the engine that have weights of their own.
         self.engine.release()
         give_back(self.subject.size)
+
+    def _by_item(self, sample: Sample) -> bool:
+        """Return whether rows of each item of a call have the same bits alone and in the other order."""
+
+        def rows(items: Sequence[MediaItem]) -> list[str]:
+            outputs, problem = _run(self.engine, prepared(self.subject, items))
+            if problem:
+                # An item may be below what the profile takes.
+                return []
+            counts = [self.subject.recipe.num_tokens(self.subject.config, item) for item in items]
+            parts = {name: output.split(counts) for name, output in outputs.items()}
+            return [digest_of({name: part[at] for name, part in parts.items()}) for at in range(len(items))]
+
+        together, alone = rows(sample.items), [row for item in sample.items for row in rows([item])]
+        return bool(together) and together == rows(sample.items[::-1])[::-1] == alone
 
     def structure(self) -> Iterator[Row]:
         if not self.samples:

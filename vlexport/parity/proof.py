@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 from safetensors.torch import save
 from torch import Tensor
@@ -14,7 +15,7 @@ from vlexport.bundle import Bounds, Manifest, Proof, ProofCall
 from vlexport.parity.check import Checker
 from vlexport.parity.limits import largest_floor, numbers
 from vlexport.parity.metrics import Metrics, compare
-from vlexport.parity.samples import Sample, prepared
+from vlexport.parity.samples import Sample, mixed, prepared
 from vlexport.runtime.opening import precision_of
 from vlexport.runtime.outputs import digest_of
 from vlexport.runtime.proof import CALLS, CHECK, JOB, machine_of
@@ -52,19 +53,16 @@ def proof_of(checker: Checker, manifest: Manifest) -> tuple[Proof, dict[str, byt
         }
         calls.append(ProofCall(name=sample.name, bounds=bounds, rows_sha256=digest_of(outputs)))
     machine = machine_of(find_backend(manifest.target.backend).here(manifest.target))
-    return Proof(calls=tuple(calls), machine=machine), {CALLS: save(tensors), **_program(manifest)}
+    scope: Any = "item" if checker.is_by_item else "call"
+    proof = Proof(calls=tuple(calls), machine=machine, deterministic=scope)
+    return proof, {CALLS: save(tensors), **_program(manifest)}
 
 
 def _in_order(samples: Sequence[Sample], room: int) -> list[Sample]:
     """Return the largest mix, the largest call of a third of the room, then the others, smallest first."""
-    ascending = sorted(samples, key=_size)
-    mixed = max(ascending, key=lambda sample: (len(sample.items), sample.is_whole, -_size(sample)))
-    large = [sample for sample in ascending if 3 * _size(sample) <= room]
-    return list(dict.fromkeys([mixed, *large[-1:], *ascending]))
-
-
-def _size(sample: Sample) -> int:
-    return sum(item.patches.nbytes for item in sample.items)
+    ascending = sorted(samples, key=lambda sample: sample.num_bytes)
+    large = [sample for sample in ascending if 3 * sample.num_bytes <= room]
+    return list(dict.fromkeys([mixed(samples), *large[-1:], *ascending]))
 
 
 def _bounds(factor: float, *errors: object) -> Bounds:

@@ -47,6 +47,10 @@ class Sample:
         return sum(len(item.patches) for item in self.items)
 
     @property
+    def num_bytes(self) -> int:
+        return sum(item.patches.nbytes for item in self.items)
+
+    @property
     def is_whole(self) -> bool:
         return all(item.cells is None for item in self.items)
 
@@ -59,6 +63,11 @@ class Sample:
             hashed.update(f"{item.kind} {cut} {item.patches.dtype} {tuple(item.patches.shape)}\n".encode())
             hashed.update(item.patches.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
         return hashed.hexdigest()
+
+
+def mixed(samples: Sequence[Sample]) -> Sample:
+    """Return the call of most items, of several the smallest whole one."""
+    return max(samples, key=lambda sample: (len(sample.items), sample.is_whole, -sample.num_bytes))
 
 
 def tracked(samples: Sequence[Sample], progress: Progress, phase: str) -> Iterator[Sample]:

@@ -1,0 +1,170 @@
+"""Whether an item's rows have the same bits in any company: alone, in mixes, in another order, cut.
+
+`python -m benchmarks.company` measures tiny towers of all families on the backends of a processor, with one
+thread and two, and writes docs/results/company.md; `--wide COUNT` adds towers of width 1280, two blocks deep.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import math
+import random
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from vlexport.recipes.demo.writing import write_checkpoint
+
+from benchmarks.tables import markdown, write_between
+from benchmarks.towers import TowerSize, write_tower
+from vlexport._build.export import trace
+from vlexport._build.spec import BuildSpec
+from vlexport.backends import Engine, EngineSpec, Folder, Options, find_backend
+from vlexport.checkpoint import Checkpoint
+from vlexport.errors import InputError, LimitError
+from vlexport.parity.samples import prepared, random_items
+from vlexport.recipe import recipe_for
+from vlexport.specs import MediaItem, Precision
+from vlexport.target import processor_here
+
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "kimi_vl", "minicpmv", "nemotron_vl")
+BACKENDS = ("onnxruntime", "eager", "openvino")
+WIDE = TowerSize(depth=2, width=1280, heads=16, inner=3420, out=2048, full_blocks=(1,))
+PAGE = Path(__file__).parents[1] / "docs/results/company.md"
+BEGIN, END = "<!-- measured, written by `python -m benchmarks.company` -->", "<!-- end of measured -->"
+Rows = list[torch.Tensor]
+
+
+def subject_of(folder: Path, backend: str) -> BuildSpec:
+    """Return a tower of a checkpoint for a backend."""
+    checkpoint = Checkpoint.open(folder)
+    recipe, chosen = recipe_for(checkpoint), find_backend(backend)
+    config = recipe.read_config(checkpoint)
+    return BuildSpec(
+        recipe=recipe,
+        config=config,
+        checkpoint=checkpoint,
+        form=chosen.form,
+        precision=Precision(dtype="float32"),
+        profile=next(iter(recipe.profiles(config).values())),
+        tensors=recipe.stored_tensors(checkpoint, config),
+        backend=chosen,
+    )
+
+
+@contextmanager
+def opened(subject: BuildSpec, threads: Sequence[int]) -> Iterator[list[Engine]]:
+    """Yield one engine for each number of threads."""
+    graph, backend = trace(subject), subject.backend
+    assert backend is not None
+    spec = EngineSpec(inputs=graph.inputs, outputs=graph.outputs, profile=graph.profile)
+    with tempfile.TemporaryDirectory() as place:
+        backend.build(graph, Options(), Path(place))
+        engines = [
+            Engine(backend.open(Folder(Path(place)), spec, Options(threads=count)), spec) for count in threads
+        ]
+        yield engines
+        for engine in engines:
+            engine.close()
+
+
+def rows_of(engine: Engine, subject: BuildSpec, items: Sequence[MediaItem]) -> Rows:
+    """Return all outputs of each item, side by side."""
+    outputs = engine.run(prepared(subject, items))
+    counts = [subject.recipe.num_tokens(subject.config, item) for item in items]
+    return list(torch.cat([outputs[name] for name in sorted(outputs)], dim=1).split(counts))
+
+
+def drawn(subject: BuildSpec, source: random.Random, most: int) -> tuple[MediaItem, ...]:
+    """Return a random mix of what the recipe's own mixes are made of, of other sizes where it has none."""
+    merge, mixes = subject.recipe.merge(subject.config), subject.recipe.shape_sets(subject.config).values()
+    legal = sorted({shape for mix in mixes for shape in mix})
+    is_free = len({grid for _, grid in legal}) > 4
+
+    def shape() -> tuple[str, tuple[int, int, int]]:
+        kind, grid = source.choice(legal)
+        if not is_free or source.random() < 0.3:
+            return kind, grid
+        side = max(1, math.isqrt(most) // merge)
+        return kind, (grid[0], merge * source.randint(1, side), merge * source.randint(1, side))
+
+    mix = [shape() for _ in range(source.randint(2, 6))]
+    return random_items(subject.recipe, subject.config, mix, seed=source.randint(0, 10**9))
+
+
+def differing(engine: Engine, subject: BuildSpec, count: int, most: int) -> tuple[int, int, float]:
+    """Return how many items have other bits than alone, of how many, and the largest error."""
+    source, wrong, total, largest = random.Random(0), 0, 0, 0.0
+    done = 0
+    while done < count:
+        try:
+            items = drawn(subject, source, most)
+            alone = [rows_of(engine, subject, [item])[0] for item in items]
+            order = source.sample(range(len(items)), len(items))
+            cut = source.randint(1, len(items) - 1)
+            mixed = rows_of(engine, subject, items)
+            shuffled: Any = dict(
+                zip(order, rows_of(engine, subject, [items[at] for at in order]), strict=True)
+            )
+            parts = rows_of(engine, subject, items[:cut]) + rows_of(engine, subject, items[cut:])
+        except (InputError, LimitError):
+            # Larger than the profile, or no legal size of the family.
+            continue
+        done += 1
+        for at, rows in enumerate(alone):
+            others = (mixed[at], shuffled[at], parts[at])
+            total += 1
+            wrong += not all(torch.equal(rows, other) for other in others)
+            largest = max(largest, *(float((rows - other).norm() / rows.norm()) for other in others))
+    return wrong, total, largest
+
+
+def measured(name: str, folder: Path, count: int, most: int, backends: Sequence[str]) -> Iterator[list[str]]:
+    """Yield a row of the table for each backend and number of threads."""
+    for backend in backends:
+        subject = subject_of(folder, backend)
+        with opened(subject, (1, 2)) as engines:
+            for threads, engine in zip((1, 2), engines, strict=True):
+                torch.set_num_threads(threads)
+                wrong, total, largest = differing(engine, subject, count, most)
+                row = [
+                    backend,
+                    name,
+                    str(threads),
+                    f"{wrong} of {total:,}",
+                    f"{largest:.0e}" if wrong else "0",
+                ]
+                sys.stdout.write(f"{row}\n")
+                sys.stdout.flush()
+                yield row
+
+
+def main() -> None:
+    """Measure and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=850, help="mixes of each tiny tower on ONNX Runtime")
+    parser.add_argument("--wide", type=int, default=0, help="mixes of each tower of width 1280")
+    options, rows = parser.parse_args(), list[list[str]]()
+    with tempfile.TemporaryDirectory() as place:
+        for family in FAMILIES:
+            folder = Path(place) / family
+            write_checkpoint(
+                folder, importlib.import_module(f"vlexport.recipes.demo.{family}").contents(), seed=0
+            )
+            rows += measured(f"{family}, tiny", folder, options.count, 400, BACKENDS[:1])
+            rows += measured(f"{family}, tiny", folder, options.count // 10, 400, BACKENDS[1:])
+        if options.wide:
+            folder = write_tower(Path(place) / "wide", "qwen2_5_vl", WIDE)
+            rows += measured("qwen2_5_vl, width 1280", folder, options.wide, 400, BACKENDS)
+    names = ("backend", "tower", "threads", "items with other bits", "largest error")
+    lines = [f"On {processor_here()}.", "", *markdown(names, sorted(rows))]
+    write_between(PAGE, BEGIN, END, "\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
