@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import importlib
 import inspect
 import json
 import sys
@@ -42,6 +40,7 @@ from vlexport.checkpoint import Checkpoint
 from vlexport.errors import UnsupportedError, VlexportError
 from vlexport.recipe import served_types
 from vlexport.runtime.attached import attach
+from vlexport.system import give_back
 from vlexport.vision.features.classes import feature_class, outputs_of
 from vlexport.vision.features.tower import first, one
 
@@ -303,14 +302,14 @@ def attached(model_type: str, folder: Path, recipe: str | None = None) -> str:
 
 
 def wide(folder: Path) -> None:
-    """Write a checkpoint with four blocks of a 3B model's vision tower, and a small language model."""
+    """Write a checkpoint with eight blocks of a 3B model's vision tower, and a small language model."""
     from transformers import LlavaConfig, LlavaForConditionalGeneration
 
     blocks = {"hidden_size": 1280, "intermediate_size": 5120, "num_attention_heads": 16}
     vision = {"model_type": "siglip_vision_model", "image_size": 224, "patch_size": 14, **blocks}
     text = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "vocab_size": 8192}
     config = LlavaConfig(
-        vision_config={**vision, "num_hidden_layers": 4, "vision_use_head": False},
+        vision_config={**vision, "num_hidden_layers": 8, "vision_use_head": False},
         text_config={"model_type": "llama", **text, "num_key_value_heads": 4, "num_hidden_layers": 2},
         vision_feature_layer=-1,
         vision_feature_select_strategy="full",
@@ -321,31 +320,30 @@ def wide(folder: Path) -> None:
     write_pixels(folder, model.model)
 
 
-def resident(kind: str = "VmRSS") -> int:
-    """Return the bytes of memory that this process holds, or of a kind of it."""
-    return 1024 * int(Path("/proc/self/status").read_text().split(f"{kind}:")[1].split()[0])
+def resident() -> int:
+    """Return the bytes of memory of this process that are in no file."""
+    return 1024 * int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0])
 
 
 def held(folder: Path, bundle: Path) -> dict[str, int]:
-    """Return bytes before and after an engine is attached, in a process of its own."""
+    """Return what an engine and the rest of a model hold; what libraries take once is there before."""
     from transformers import LlavaForConditionalGeneration
 
-    importlib.import_module("onnxruntime")
-    start, own_pages = resident(), resident("RssAnon")
     model = LlavaForConditionalGeneration.from_pretrained(folder).eval()
-    own, weights = resident() - start, [weakref.ref(each) for each in model.model.parameters()]
+    attach(model, bundle).detach()
+    del model
+    give_back()
+    start = resident()
+    model = LlavaForConditionalGeneration.from_pretrained(folder).eval()
+    weights = [weakref.ref(each) for each in model.model.parameters()]
     engine = attach(model, bundle)
-    gc.collect()
-    sizes = [path.stat().st_size for path in bundle.rglob("*") if path.is_file()]
     left = {id(each) for each in model.parameters() if each.numel()}
     old = [each for ref in weights if (each := ref()) is not None and id(each) not in left]
     return {
-        "resident, own tower": own,
-        "resident, attached": resident() - start,
-        "of it in no file": resident("RssAnon") - own_pages,
+        "held in no file": resident() - start,
         "weights of the language model": sum(each.nbytes for each in model.parameters()),
         "weights freed": engine.freed_bytes,
-        "files of the bundle": sum(sizes),
+        "files of the bundle": sum(path.stat().st_size for path in bundle.rglob("*") if path.is_file()),
         "old weights alive": len(old),
     }
 

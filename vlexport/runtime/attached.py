@@ -21,6 +21,7 @@ from vlexport.errors import UNEXPECTED, CheckpointError, InputError, MisfitError
 from vlexport.runtime.encoder import EngineSession, Grid
 from vlexport.runtime.outputs import Encoded
 from vlexport.specs import MediaItem
+from vlexport.system import give_back
 from vlexport.vision.features.classes import METHOD, ReadWeights, feature_class, outputs_of
 from vlexport.vision.features.packing import ImagePacking
 from vlexport.vision.features.pixels import to_rows
@@ -94,6 +95,7 @@ class Attached:
                 self._freed[name] = nn.Parameter(weight.new_empty(0), requires_grad=weight.requires_grad)
                 self._set(name, self._freed[name])
                 self.freed_bytes += weight.nbytes
+        give_back(self.freed_bytes)
 
     def __repr__(self) -> str:
         freed = f"{self.freed_bytes:,} bytes of its own weights freed"
