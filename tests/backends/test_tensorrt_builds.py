@@ -98,7 +98,9 @@ def test_the_library_reports_how_much_memory_of_a_gpu_each_profile_takes(record:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["sm75", "sm80", "sm121"])
+@pytest.mark.parametrize(
+    "target", ["sm75", *(pytest.param(name, marks=pytest.mark.full) for name in ("sm80", "sm121"))]
+)
 def test_the_other_targets_are_served_too_the_oldest_in_float16_only(graph, profiles, target, tmp_path):
     if target == "sm75" and graph.dtype != "float16":
         with pytest.raises((MisfitError, UnsupportedError), match=r"(?s)no engine for sm75.*another dtype"):

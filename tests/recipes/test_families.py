@@ -210,14 +210,19 @@ def test_items_that_no_call_holds_are_refused(checkpoints, name, kind, shape, gr
 
 
 KIMI, NANO = kimi_vl.Tiny(depth=1), nemotron_vl.Tiny(depth=1)
+FULL = pytest.mark.full
 BUNDLES = [
-    *[case("kimi_vl", KIMI, each, "float32") for each in ("onnxruntime", "eager", "openvino", "inductor")],
-    *[case("kimi_vl", KIMI, each, "bfloat16") for each in ("inductor", "eager")],
+    case("kimi_vl", KIMI, "onnxruntime", "float32"),
+    *[case("kimi_vl", KIMI, each, "float32", marks=FULL) for each in ("eager", "openvino", "inductor")],
+    case("kimi_vl", KIMI, "inductor", "bfloat16"),
+    case("kimi_vl", KIMI, "eager", "bfloat16", marks=FULL),
     case("kimi_vl", KIMI, "openvino", "bfloat16", marks=NATIVE),
-    *[case("nemotron_vl", NANO, each, "float32") for each in ("onnxruntime", "openvino", "inductor")],
+    case("nemotron_vl", NANO, "onnxruntime", "float32"),
+    *[case("nemotron_vl", NANO, each, "float32", marks=FULL) for each in ("openvino", "inductor")],
     case("nemotron_vl", NANO, "eager", "bfloat16"),
-    *[case("nemotron_vl", TILES, each, "float32") for each in ("onnxruntime", "openvino")],
-    case("nemotron_vl", TILES, "eager", "bfloat16"),
+    case("nemotron_vl", TILES, "onnxruntime", "float32", marks=FULL),
+    case("nemotron_vl", TILES, "openvino", "float32"),
+    case("nemotron_vl", TILES, "eager", "bfloat16", marks=FULL),
     case("nemotron_vl", TILES, "openvino", "bfloat16", marks=NATIVE),
 ]
 # Of images: height and width. Videos of Nemotron have two of these.
@@ -299,7 +304,6 @@ TINY = {
     "nemotron_vl": nemotron_vl.contents(replace(NANO, with_decoder=False)),
     "nemotron_vl tiles": nemotron_vl.contents(replace(TILES, with_decoder=False)),
 }
-FULL = pytest.mark.full
 EVERY_PRECISION = {
     "eager bfloat16": [],
     "onnxruntime int8": [],
@@ -310,19 +314,24 @@ EVERY_PRECISION = {
 RTX = ("tensorrt_rtx float32", "tensorrt_rtx bfloat16", "tensorrt_rtx float16")
 BUILDS = [
     *[case("qwen2_vl flat", each, marks=marks) for each, marks in EVERY_PRECISION.items()],
-    *[case("qwen2_vl flat", each) for each in RTX],
+    *[case("qwen2_vl flat", each, marks=FULL) for each in RTX[:2]],
+    case("qwen2_vl flat", RTX[2]),
     *[case("qwen2_vl", each, marks=[*marks, FULL]) for each, marks in EVERY_PRECISION.items()],
     *[case("qwen2_vl", each, marks=FULL) for each in RTX],
-    *[case("qwen3_vl", f"eager {each}") for each in ("bfloat16", "uint8")],
-    *[case("qwen3_vl", f"onnxruntime {each}") for each in ("float32", "int8")],
+    *[case("qwen3_vl", f"eager {each}", marks=FULL) for each in ("bfloat16", "uint8")],
+    case("qwen3_vl", "onnxruntime float32", marks=FULL),
+    case("qwen3_vl", "onnxruntime int8"),
     # Qwen2-VL's are in the slow part.
     *[case("qwen3_vl", f"openvino {each}", marks=FULL) for each in ("float32", "int8")],
     case("qwen3_vl", "openvino bfloat16", marks=[NATIVE, FULL]),
     *[case("qwen3_vl", f"inductor {each}", marks=FULL) for each in ("float32", "bfloat16")],
-    *[case("qwen3_vl", each) for each in RTX],
+    case("qwen3_vl", RTX[0]),
+    *[case("qwen3_vl", each, marks=FULL) for each in RTX[1:]],
     *[case("kimi_vl", f"onnxruntime {each}") for each in ("int8", "uint8")],
-    *[case("kimi_vl", each) for each in RTX[:2]],
-    *[case("nemotron_vl", each) for each in ("onnxruntime int8", RTX[0])],
+    case("kimi_vl", RTX[0], marks=FULL),
+    case("kimi_vl", RTX[1]),
+    case("nemotron_vl", "onnxruntime int8"),
+    case("nemotron_vl", RTX[0], marks=FULL),
     case("nemotron_vl tiles", RTX[0]),
 ]
 OPTION = {"int8": "--quantize", "uint8": "--input"}

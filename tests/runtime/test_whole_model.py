@@ -28,9 +28,7 @@ FRAMES = torch.zeros(4, 32, 32, 3, dtype=torch.uint8)
 
 def built(model_type: str, folder, backend: str = "onnxruntime"):
     source = write_whole(model_type, folder / model_type)
-    spec = request(
-        Checkpoint.open(str(source)), recipe="generic", backend=backend, into=folder / "engines"
-    )
+    spec = request(Checkpoint.open(str(source)), recipe="generic", backend=backend, into=folder / "engines")
     return source, build_checkpoint(spec).require_passed()
 
 
@@ -54,7 +52,15 @@ def expected(source, processor: Any, images: list[Any]) -> tuple[list[int], list
 
 @pytest.mark.parametrize(
     "model_type",
-    ["internvl", *(pytest.param(each, marks=pytest.mark.slow) for each in WHOLE if each != "internvl")],
+    [
+        "internvl",
+        pytest.param("qwen3_vl", marks=pytest.mark.slow),
+        *(
+            pytest.param(each, marks=[pytest.mark.slow, pytest.mark.full])
+            for each in WHOLE
+            if each not in ("internvl", "qwen3_vl")
+        ),
+    ],
 )
 def test_answers_about_pictures_are_those_of_transformers(model_type, tmp_path):
     source, bundle = built(model_type, tmp_path)
