@@ -309,3 +309,42 @@ def test_weights_are_stored_in_the_shape_that_products_take(bundle: Bundle) -> N
     products = [node for node in graph.node if node.op_type in ("Gemm", "MatMul")]
     assert len(products) > 5
     assert all(node.input[1] in stored for node in products)
+
+
+# Numbers of threads, and instruction sets that the libraries are held to.
+MACHINES: list[tuple[str, dict[str, str], int]] = [
+    *[("onnxruntime", {}, threads) for threads in (1, 2, 3, 4)],
+    *[("openvino", {}, threads) for threads in (1, 2, 3)],
+    # For SSE4.1 OpenVINO 2026.4 compiles no tower ("bad combination").
+    *[("openvino", {"ONEDNN_MAX_CPU_ISA": level}, 0) for level in ("AVX", "AVX2")],
+    *[("eager", {"OMP_NUM_THREADS": str(threads)}, 0) for threads in (1, 2, 3)],
+    *[("eager", {"ATEN_CPU_CAPABILITY": level}, 0) for level in ("default", "avx2")],
+    *[("eager", {"MKL_ENABLE_INSTRUCTIONS": level}, 0) for level in ("SSE4_2", "AVX2")],
+    *[("eager", {"MKL_CBWR": level}, 0) for level in ("COMPATIBLE", "SSE4_2", "AVX2")],
+    ("eager", {"ONEDNN_MAX_CPU_ISA": "SSE41"}, 0),
+    ("eager", {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "OMP_NUM_THREADS": "2"}, 0),
+]
+PROVE = """
+import sys
+from vlexport.backends import Options
+from vlexport.bundle import Bundle
+from vlexport.runtime.opening import open_engine
+from vlexport.runtime.proof import prove
+
+bundle = Bundle.open(sys.argv[1])
+result = prove(bundle, open_engine(bundle, options=Options(threads=int(sys.argv[2]))))
+print(result.share, result.problem)
+sys.exit(bool(result.problem))
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("backend", "environment", "threads"), MACHINES)
+def test_right_machines_pass(
+    bundles: Callable[[str], Path], backend: str, environment: dict[str, str], threads: int
+) -> None:
+    words = (sys.executable, "-c", PROVE, bundles(backend), str(threads))
+    ran = subprocess.run(
+        words, capture_output=True, text=True, check=False, env={**os.environ, **environment}
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
