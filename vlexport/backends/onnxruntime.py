@@ -130,7 +130,7 @@ class OnnxRuntime(Backend):
             fusions.fuse(model, fusion)
         if graph.quantisation is not None:
             quantize.check_complete(quantize.multiply(model), quantize.read_weights(graph.program))
-        passes.store_reshaped(model)
+        passes.store_as_taken(model)
         passes.drop_unused(model)
         passes.save(model, out / MODEL, WEIGHTS)
 

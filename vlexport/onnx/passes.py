@@ -27,21 +27,29 @@ def drop_unused(model: ir.Model) -> None:
     RemoveUnusedFunctionsPass()(model)  # type: ignore[no-untyped-call]
 
 
-def store_reshaped(model: ir.Model) -> int:
-    """Store weights in the shape that the graph gives them; return how many.
+def store_as_taken(model: ir.Model) -> int:
+    """Store weights in the shapes and parts that the graph takes; return how many it had reshaped or split.
 
     ONNX Runtime, which is not asked to fold constants, arranges only stored weights for its products. Of the
-    others it adds up in steps that depend on how threads share a call, so on what else is in it.
+    others it adds up in steps that depend on rows and on how threads share them, so on the rest of the call.
     """
     count = 0
-    for node in [node for node in model.graph if node.op_type == "Reshape"]:
-        weight, shape = node.inputs[0], constant_of(node.inputs[1])
-        content = None if weight is None or not weight.is_initializer() else weight.const_value
-        if weight is None or content is None or shape is None or len(weight.uses()) > 1:
+    for node in list(model.graph):
+        weight = node.inputs[0] if node.op_type in ("Reshape", "Split") else None
+        if weight is None or not weight.is_initializer() or weight.const_value is None:
             continue
-        stored = content.numpy().reshape(shape.numpy())
-        weight.const_value, weight.shape = ir.tensor(stored, name=weight.name), ir.Shape(stored.shape)
-        node.outputs[0].replace_all_uses_with(weight)
+        content, sizes = weight.const_value.numpy(), [constant_of(value) for value in node.inputs[1:]]
+        if None in sizes:
+            continue
+        chosen = [size.numpy() for size in sizes if size is not None]
+        if node.op_type == "Reshape":
+            parts = [content.reshape(chosen[0])]
+        else:
+            cuts = np.cumsum(chosen[0])[:-1] if chosen else len(node.outputs)
+            parts = np.split(content, cuts, node.attributes.get_int("axis", 0))
+        for number, (taken, part) in enumerate(zip(node.outputs, parts, strict=True)):
+            name = f"{weight.name}.part{number}"
+            taken.replace_all_uses_with(constant(model.graph, name, np.ascontiguousarray(part)))
         model.graph.remove(node, safe=True)
         count += 1
     return count
