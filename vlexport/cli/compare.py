@@ -34,7 +34,7 @@ def compare(
     trust: str | None = TRUST,
     as_json: bool = JSON,
 ) -> None:
-    """Compare two bundles, accuracy tables, bench files or files of embeddings.
+    """Compare two bundles, accuracy tables, timings or embeddings.
 
     Bundles: what they were made of, accuracy, ONNX graphs, sizes. Bench files: ratios of medians with 95 %
     intervals. Embeddings: which items have the same bits. `vlexport diff` compares two ONNX graphs by
