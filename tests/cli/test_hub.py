@@ -236,11 +236,12 @@ def test_a_bundle_goes_through_a_server_and_is_checked_on_its_way(built, tmp_pat
         code, out, err = run("push", built, "org/name", "--trust", Bundle.open(built).digest)
         assert (code, out) == (0, f"org/name/{name}\n"), err
         assert repository.private
-        assert set(repository.files) == {"README.md", *(f"{name}/{each.name}" for each in built.iterdir())}
+        files = [each.relative_to(built) for each in built.rglob("*") if each.is_file()]
+        assert set(repository.files) == {"README.md", *(f"{name}/{each}" for each in files)}
         code, out, err = run("pull", "org/name", "-o", tmp_path / "mine")
         assert (code, out) == (0, f"{tmp_path / 'mine' / name}\n"), err
-        for each in built.iterdir():
-            assert (tmp_path / "mine" / name / each.name).read_bytes() == each.read_bytes()
+        for each in files:
+            assert (tmp_path / "mine" / name / each).read_bytes() == (built / each).read_bytes()
 
         engine = f"{name}/program.pt2"
         repository.files[engine] = repository.files[engine][:-1] + b"x"
