@@ -315,7 +315,7 @@ def _check(
 ) -> tuple[ParityReport, Proof, dict[str, bytes]]:
     """Return the report of the check, and of an engine that passed its proof and the proof's files."""
     from vlexport._build.export import trace
-    from vlexport.parity.check import Checker, OfflineEngine, check_offline, diagnosed, run_checks
+    from vlexport.parity.check import OfflineEngine, check_offline, diagnosed, run_checks
     from vlexport.parity.proof import proof_of
 
     assert spec.backend is not None
@@ -327,12 +327,7 @@ def _check(
     progress("check", 0.0)
     interface = EngineSpec(inputs=manifest.inputs, outputs=manifest.outputs, profile=manifest.profile)
     cannot_run = backend.cannot_run(manifest.target)
-    proof, added = Proof(), dict[str, bytes]()
-
-    def keep_proof(checker: Checker) -> None:
-        nonlocal proof, added
-        proof, added = proof_of(checker, manifest)
-
+    proofs = list[tuple[Proof, dict[str, bytes]]]()
     try:
         tokens = opened_graphs(manifest.graphs, draft, manifest.outputs[0].dtype)
         portable = portable_of(backend, draft, spec.selector, spec.cells) if cannot_run is None else None
@@ -356,18 +351,18 @@ def _check(
                 graphs=tokens,
                 portable=portable,
                 progress=show_check,
-                then=keep_proof,
+                then=lambda checker: proofs.append(proof_of(checker, manifest)),
             )
             if not report.passed:
                 report = diagnosed(report, spec, engine, show_check)
     else:
         module = (program or trace(spec).program).module()
-        proofs = backend.network_checks(staging.folder) if isinstance(backend, ChecksNetwork) else {}
-        unrun = OfflineEngine(program=module, spec=interface, proofs=proofs, reason=cannot_run)
+        parsed = backend.network_checks(staging.folder) if isinstance(backend, ChecksNetwork) else {}
+        unrun = OfflineEngine(program=module, spec=interface, proofs=parsed, reason=cannot_run)
         report = check_offline(unrun, spec, tokens, show_check)
     if any(row.verdict in ("failed", "blocked") and GRAPHS.search(row.check) for row in report.rows):
         _forget_graphs(staging.folder)
-    return report, proof, added
+    return report, *(proofs or [(Proof(), {})])[0]
 
 
 def _forget_graphs(folder: Path) -> None:

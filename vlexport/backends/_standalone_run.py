@@ -64,7 +64,7 @@ def _is_same(path: Path, digest: str) -> bool:
 def _of_bundle() -> Iterator[tuple[str, Arrays, Arrays, Any]]:
     manifest, raw = json.loads(MANIFEST.read_bytes()), (HERE / "calls.safetensors").read_bytes()
     begin = 8 + int.from_bytes(raw[:8], "little")
-    listed, dtypes = json.loads(raw[8:begin]), {each["name"]: each["dtype"] for each in manifest["outputs"]}
+    listed, dtypes = json.loads(raw[8:begin]), {spec["name"]: spec["dtype"] for spec in manifest["outputs"]}
 
     def arrays(prefix: str) -> Arrays:
         return {
