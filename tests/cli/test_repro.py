@@ -141,7 +141,9 @@ def test_an_archive_runs_with_the_library_alone_and_agrees(
     folder = unpacked(tmp_path / "bug.zip")
     alone = run_alone(folder)
     assert alone.returncode == 0, alone.stdout + alone.stderr
-    assert [line.rpartition(": ")[2] for line in alone.stdout.splitlines()[1:]] == ["ok"] * 2
+    *calls, verdict = alone.stdout.splitlines()[1:]
+    assert [line.rpartition(": ")[2] for line in calls] == ["ok"] * 2
+    assert verdict == "passed: 2 calls, 0 outputs over a limit"
     readme = (folder / "README.txt").read_text()
     assert (
         f"runs {'model.onnx' if backend == 'onnxruntime' else 'model.xml'} with {backend} and numpy" in readme
