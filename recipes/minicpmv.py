@@ -45,7 +45,7 @@ from vlexport.vision.preprocess import (
     first_rows,
     seconds_per_grid,
 )
-from vlexport.vision.resampler import Resampler, grid_waves, resized_places, time_waves
+from vlexport.vision.resampler import Resampler, grid_waves, resized_places, time_waves, wave_frequencies
 from vlexport.vision.slices import NO_TIME, groups_of, rows_of_image, slice_sizes
 from vlexport.vision.tower import StagedTower
 
@@ -690,6 +690,8 @@ class Tower(StagedTower):
     """Tower and resampler; while blocks run, rows of equal groups lie side by side."""
 
     connectors = ("resampler",)
+    of_cells: Tensor
+    of_frames: Tensor
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -702,6 +704,8 @@ class Tower(StagedTower):
         self.norm = LayerNorm(sizes.width, eps=sizes.eps)
         widths = (sizes.width, sizes.out_width)
         self.resampler = Resampler(widths, sizes.queries, sizes.out_heads, learned_table=learned)
+        for name, width in (("of_cells", sizes.out_width // 2), ("of_frames", sizes.out_width)):
+            self.register_buffer(name, wave_frequencies(width), persistent=False)
 
     def begin(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, CallLayout]:
         layout = CallLayout.of(inputs, self.packing.segmentations, self.packing.unit)
@@ -724,9 +728,9 @@ class Tower(StagedTower):
         if self.resampler.pos_embed is not None:
             weights = (inputs["key_row_weights"], inputs["key_column_weights"])
             return resized_places(*weights, self.resampler.pos_embed)
-        places_NE = grid_waves(inputs["cells"], self.sizes.out_width)
+        places_NE = grid_waves(inputs["cells"], self.of_cells)
         if self.sizes.frame_times:
-            places_NE = places_NE + time_waves(inputs["frames"], self.sizes.out_width)
+            places_NE = places_NE + time_waves(inputs["frames"], self.of_frames)
         return places_NE
 
 

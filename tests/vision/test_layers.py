@@ -10,7 +10,7 @@ from tests.golden_data import cases
 from vlexport.specs import MediaItem
 from vlexport.vision.attention.grouped import GroupedAttention
 from vlexport.vision.blocks import ALIGNED, SwiGLU
-from vlexport.vision.resampler import Resampler, grid_waves, resized_places, time_waves
+from vlexport.vision.resampler import Resampler, grid_waves, resized_places, time_waves, wave_frequencies
 from vlexport.vision.slices import groups_of
 
 # Largest difference seen over all recorded cases: 8.4e-7.
@@ -53,8 +53,9 @@ def resampled(case, module):
     frames = torch.cat([torch.full((each.length,), each.frame) for group in groups for each in group])
     queries = module.query.shape[0]
     if module.pos_embed is None:
-        places = grid_waves(cells, module.query.shape[1])
-        places = places + time_waves(frames, module.query.shape[1])
+        width = module.query.shape[1]
+        places = grid_waves(cells, wave_frequencies(width // 2))
+        places = places + time_waves(frames, wave_frequencies(width))
     else:
         sides = torch.cat([torch.tensor([[r, c]]).expand(r * c, 2) for r, c in item.slices])
         rows_NB, columns_NB = minicpmv.resize_weights(cells, sides, math.isqrt(queries), antialias=False)
@@ -84,7 +85,9 @@ def test_frame_numbers_beyond_the_recorded_table_follow_the_rule():
     assert [max(map(max, case.meta["temporal_ids"])) for case in failed] == [65, 66, 80]
     frames = [0, 1, 63, 64, 65, 66, 80, 200]
     expected = torch.stack([frame_loop(frame, 32) for frame in frames])
-    torch.testing.assert_close(time_waves(torch.tensor(frames), 32), expected, rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(
+        time_waves(torch.tensor(frames), wave_frequencies(32)), expected, rtol=0, atol=TOLERANCE
+    )
     for case in failed:
         assert resampled(case, loaded(case)).isfinite().all()
 
@@ -92,19 +95,23 @@ def test_frame_numbers_beyond_the_recorded_table_follow_the_rule():
 def test_grid_positions_equal_the_recorded_tables():
     recorded = next(cases("resamplers", "sincos")).outputs
     cells = torch.cartesian_prod(torch.arange(3), torch.arange(5))
-    torch.testing.assert_close(grid_waves(cells, 16), recorded["table"].flatten(0, 1), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        grid_waves(cells, wave_frequencies(8)), recorded["table"].flatten(0, 1), rtol=0, atol=1e-6
+    )
     square = torch.cartesian_prod(torch.arange(4), torch.arange(4))
-    torch.testing.assert_close(grid_waves(square, 16), recorded["table20"], rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        grid_waves(square, wave_frequencies(8)), recorded["table20"], rtol=0, atol=1e-6
+    )
 
 
 def test_grids_beyond_seventy_patches_have_positions_of_their_own():
-    waves = grid_waves(torch.tensor([[69, 0], [70, 0], [71, 0], [200, 3]]), 32)
+    waves = grid_waves(torch.tensor([[69, 0], [70, 0], [71, 0], [200, 3]]), wave_frequencies(16))
     assert torch.unique(waves, dim=0).shape[0] == 4
 
 
 def test_no_frame_adds_nothing():
-    assert time_waves(torch.tensor([-1]), 32).abs().max() == 0
-    assert time_waves(torch.tensor([0]), 32)[0, 16:].tolist() == [1.0] * 16
+    assert time_waves(torch.tensor([-1]), wave_frequencies(32)).abs().max() == 0
+    assert time_waves(torch.tensor([0]), wave_frequencies(32))[0, 16:].tolist() == [1.0] * 16
 
 
 @pytest.mark.parametrize("inner", [1, 3420])

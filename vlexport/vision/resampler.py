@@ -65,23 +65,30 @@ class GroupAttention(nn.Module):
         return out
 
 
-def grid_waves(cell_N2: Tensor, width: int) -> Tensor:
-    """Return sines and cosines of places (row, column): [N, width], the column's half first."""
-    row_NE, column_NE = (_waves(cell_N2[:, axis], width // 2) for axis in (0, 1))
+def wave_frequencies(width: int) -> Tensor:
+    """Return what places are multiplied by for waves of this width, in the releases' own numpy.
+
+    A tower keeps them as a constant: folded in a graph, another `pow` gives other float32.
+    """
+    half = np.float32(width // 2)
+    omega = 1 / np.float32(10000) ** (np.arange(half, dtype=np.float32) / half)
+    return torch.tensor(omega.tolist(), device="cpu")
+
+
+def grid_waves(cell_N2: Tensor, frequencies_F: Tensor) -> Tensor:
+    """Return sines and cosines of places (row, column): [N, 4F], the column's half first."""
+    row_NE, column_NE = (_waves(cell_N2[:, axis], frequencies_F) for axis in (0, 1))
     return torch.cat([column_NE, row_NE], dim=-1)
 
 
-def time_waves(frame_N: Tensor, width: int) -> Tensor:
-    """Return sines and cosines of frame numbers over the whole width; zero where the number is negative."""
-    return _waves(frame_N, width) * (frame_N >= 0)[:, None]
+def time_waves(frame_N: Tensor, frequencies_F: Tensor) -> Tensor:
+    """Return sines and cosines of frame numbers: [N, 2F]; zero where the number is negative."""
+    return _waves(frame_N, frequencies_F) * (frame_N >= 0)[:, None]
 
 
-def _waves(place_N: Tensor, width: int) -> Tensor:
+def _waves(place_N: Tensor, frequencies_F: Tensor) -> Tensor:
     """Return all sines, then all cosines, in float32 whatever the working dtype."""
-    half = np.float32(width // 2)
-    # The releases' own numpy, before the trace: folded in a graph, another `pow` gives other float32.
-    omega = 1 / np.float32(10000) ** (np.arange(half, dtype=np.float32) / half)
-    angle = place_N.float()[:, None] * torch.tensor(omega.tolist())
+    angle = place_N.float()[:, None] * frequencies_F
     return torch.cat([angle.sin(), angle.cos()], dim=-1)
 
 
