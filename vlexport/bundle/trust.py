@@ -151,6 +151,7 @@ class Newer(_Records):
     """Targets with a newer library than that of the build, on which a bundle of a portable format passed."""
 
     NAME = "newer"
+    WHAT: ClassVar[str] = "the check on a newer library"
 
     def read(self, digest: str) -> frozenset[str]:
         try:
@@ -163,13 +164,20 @@ class Newer(_Records):
     def write(self, digest: str, tag: str, *, passed: bool) -> None:
         before = self.read(digest)
         if (after := before | {tag} if passed else before - {tag}) != before:
-            self._keep(digest, "\n".join(sorted(after)).encode(), "the check on a newer library")
+            try:
+                self._keep(digest, "\n".join(sorted(after)).encode(), self.WHAT)
+            except UntrustedError:
+                raise
+            except VlexportError as error:
+                # Nothing but the next check needs it.
+                logger.warning("%s", error)
 
 
 class Proved(Newer):
     """Machines and libraries on which a bundle passed its own proof."""
 
     NAME = "proved"
+    WHAT = "the proof that passed"
 
 
 def _unwritable(path: Path, what: str, error: OSError) -> str:
