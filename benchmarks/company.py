@@ -1,7 +1,8 @@
 """Whether an item's rows have the same bits in any company: alone, in mixes, in another order, cut.
 
 `python -m benchmarks.company` measures tiny towers of all families on the backends of a processor, with one
-thread and two, and writes docs/results/company.md; `--wide COUNT` adds towers of width 1280, two blocks deep.
+thread and two, and writes docs/results/company.md; `--wide COUNT` adds towers of width 1280, two blocks deep,
+on ONNX Runtime.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,6 @@ import torch
 from vlexport.recipes.demo.writing import write_checkpoint
 
 from benchmarks.tables import markdown, write_between
-from benchmarks.towers import TowerSize, write_tower
 from vlexport._build.export import trace
 from vlexport._build.spec import BuildSpec
 from vlexport.backends import Engine, EngineSpec, Folder, Options, find_backend
@@ -33,8 +34,9 @@ from vlexport.specs import MediaItem, Precision
 from vlexport.target import processor_here
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "kimi_vl", "minicpmv", "nemotron_vl")
-BACKENDS = ("onnxruntime", "eager", "openvino")
-WIDE = TowerSize(depth=2, width=1280, heads=16, inner=3420, out=2048, full_blocks=(1,))
+BACKENDS = ("onnxruntime", "inductor", "eager", "openvino")
+WIDE: dict[str, Any] = {"depth": 2, "hidden": 1280, "heads": 16, "inner": 3420, "levels": (0, 1)}
+WIDE |= {"with_decoder": False}
 PAGE = Path(__file__).parents[1] / "docs/results/company.md"
 BEGIN, END = "<!-- measured, written by `python -m benchmarks.company` -->", "<!-- end of measured -->"
 Rows = list[torch.Tensor]
@@ -153,14 +155,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         for family in FAMILIES:
             folder = Path(place) / family
-            write_checkpoint(
-                folder, importlib.import_module(f"vlexport.recipes.demo.{family}").contents(), seed=0
-            )
+            demo = importlib.import_module(f"vlexport.recipes.demo.{family}")
+            write_checkpoint(folder, demo.contents(), seed=0)
             rows += measured(f"{family}, tiny", folder, options.count, 400, BACKENDS[:1])
             rows += measured(f"{family}, tiny", folder, options.count // 10, 400, BACKENDS[1:])
-        if options.wide:
-            folder = write_tower(Path(place) / "wide", "qwen2_5_vl", WIDE)
-            rows += measured("qwen2_5_vl, width 1280", folder, options.wide, 400, BACKENDS)
+            if options.wide:
+                sizes = {field.name for field in fields(demo.DEFAULT)} & WIDE.keys()
+                contents = demo.contents(replace(demo.DEFAULT, **{name: WIDE[name] for name in sizes}))
+                write_checkpoint(Path(place) / "wide" / family, contents, seed=0)
+                wide = Path(place) / "wide" / family
+                rows += measured(f"{family}, width 1280", wide, options.wide, 100, BACKENDS[:1])
     names = ("backend", "tower", "threads", "items with other bits", "largest error")
     lines = [f"On {processor_here()}.", "", *markdown(names, sorted(rows))]
     write_between(PAGE, BEGIN, END, "\n".join(lines))

@@ -23,10 +23,12 @@ from tests.backends.towers import (
     worst_of_recorded,
 )
 from tests.golden_towers import write_recorded_tower
+from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
 from vlexport._build.export import export
 from vlexport.backends import Options, find_backend, inductor
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import UnsupportedError
+from vlexport.parity.samples import random_items
 from vlexport.recipe import recipe_for
 from vlexport.target import Misfit, fit
 
@@ -68,6 +70,23 @@ def test_one_package_serves_any_mix_and_leaves_threads_as_they_are(built: BuiltT
     assert torch.get_num_threads() == before
     assert max(relative for relative, _ in found) < RELATIVE_L2
     assert max(worst for _, worst in found) < WORST_TOKEN
+
+
+@pytest.mark.slow
+def test_slices_are_compiled_and_have_the_same_bits_in_any_company(tmp_path: Path) -> None:
+    """Products of one patch or of an odd number are those that torch adds up in other steps."""
+    checkpoint = write_tiny_minicpmv(tmp_path / "checkpoint", Tiny(version="2.6"))
+    tower = build_tower(checkpoint, "inductor", tmp_path / "engine", options=Options(threads=2))
+    config = tower.recipe.read_config(tower.checkpoint)
+    for seed, sides in enumerate([(1, 1, 8, 6), (1, 2, 4, 4), (3, 3, 7, 9), (1, 13, 12, 14)]):
+        mix = [("image", (1, *sides[:2])), ("image", (1, *sides[2:])), ("image", (1, 5, 17))]
+        items = random_items(tower.recipe, config, mix, seed=seed)
+        assert tower.errors(items)[0] < RELATIVE_L2
+        counts = [tower.recipe.num_tokens(config, item) for item in items]
+        together = tower.tokens(items).split(counts)
+        assert all(
+            torch.equal(tower.tokens([item]), rows) for item, rows in zip(items, together, strict=True)
+        )
 
 
 @pytest.mark.slow

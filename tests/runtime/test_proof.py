@@ -14,7 +14,9 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+import torch
 from onnx import helper, numpy_helper
+from PIL import Image
 
 from tests.cli.lines import vlexport
 from tests.runtime.recorded import CHECKPOINT
@@ -25,9 +27,11 @@ from vlexport.bundle.files import record_of
 from vlexport.bundle.trust import Proved, Trust
 from vlexport.errors import ParityError
 from vlexport.parity.samples import random_items
+from vlexport.runtime.encoder import Encoder, EncoderOptions, EncoderOutput
 from vlexport.runtime.opening import open_engine
 from vlexport.runtime.outputs import digest_of, rows_of
 from vlexport.runtime.proof import CALLS, CHECK, JOB, ProofResult, prove
+from vlexport.runtime.request import EncoderInput
 
 Plant = Callable[[onnx.ModelProto], None]
 # A module that is None cannot be imported.
@@ -127,6 +131,18 @@ def test_it_runs_once_on_a_new_machine_and_not_at_all_on_that_of_the_build(
     opened()
     assert len(ran) == 1
     assert any("another processor" in machine for machine in Proved.of().read(bundle.digest))
+
+
+def test_a_proof_that_passed_is_told_where_it_cannot_be_recorded(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("vlexport.runtime.proof.processor_here", lambda: "another processor")
+    # A folder that nobody can make, root neither.
+    nowhere = Proved(folder=Path("/dev/null/proved"))
+    monkeypatch.setattr(Proved, "of", classmethod(lambda _: nowhere))
+    load(bundle.path, runtime=RuntimeOptions(prove="new")).close()
+    assert "/dev/null/proved" in caplog.text
+    assert "the proof that passed cannot be recorded" in caplog.text
 
 
 def test_a_newer_library_that_passes_it_opens_the_bundle(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,6 +315,52 @@ def test_an_item_has_the_same_bits_in_any_company(bundle: Bundle, threads: int) 
             for order in ([0, 1, 2], [2, 0, 1], [1, 2], [0, 2]):
                 rows = session.run([items[at] for at in order])
                 assert [digest_of(rows_of(each)) for each in rows] == [alone[at] for at in order]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_every_way_to_an_item_gives_its_bits(bundle: Bundle, threads: int) -> None:
+    mix = [("image", (1, 2, 2)), ("video", (4, 4, 6)), ("image", (1, 6, 10)), ("image", (1, 4, 2))]
+    with load(bundle.path, options=Options(threads=threads)) as pipeline:
+        session = pipeline.session
+        items = random_items(session.recipe, session.config, mix, seed=0)
+        alone = [session.run([item])[0].embeds for item in items]
+        entries = [EncoderInput(item=item) for item in items]
+        packed = torch.cat([item.patches for item in items])
+        grids = [item.grid for item in items]
+        counts = [len(rows) for rows in alone]
+        ways = {
+            "encode_items": [encoded.embeds for encoded in pipeline.encode_items(items)],
+            "packed": session.run_packed(packed, grids).split(counts),
+        }
+        # The video is cut between frames at the smaller numbers.
+        for most in (6, 12, 40):
+            outcomes = Encoder(session, EncoderOptions(max_tokens=most)).encode(entries)
+            ways[f"calls of {most} tokens"] = [
+                outcome.encoded.embeds for outcome in outcomes if isinstance(outcome, EncoderOutput)
+            ]
+        for way, rows in ways.items():
+            assert list(map(torch.equal, rows, alone)) == [True] * len(items), way
+
+
+def test_a_collection_in_other_shards_holds_the_same_bits(bundle: Bundle, tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    (tmp_path / "photos").mkdir()
+    for at in range(7):
+        picture = draw.integers(0, 256, (28 + 14 * at, 84 - 7 * at, 3), dtype=np.uint8)
+        Image.fromarray(picture).save(tmp_path / f"photos/{at}.png")
+
+    def digests(*words: object) -> list[str]:
+        out = tmp_path / "-".join(map(str, words))
+        ran = vlexport(
+            "encode", bundle.path, "--image", tmp_path / "photos/*.png", "--output-dir", out, *words
+        )
+        assert ran.code == 0, ran.err
+        lines = (out / "index.jsonl").read_text().splitlines()
+        return [entry["rows_sha256"] for entry in map(json.loads, lines)]
+
+    whole = digests("--shard-items", 7)
+    assert len(set(whole)) == 7
+    assert digests("--shard-items", 2) == digests("--shard-items", 3, "--threads", 2) == whole
 
 
 def test_weights_are_stored_in_the_shape_that_products_take(bundle: Bundle) -> None:

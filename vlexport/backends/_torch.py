@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import operator
 import re
 import warnings
 import zipfile
@@ -87,6 +88,40 @@ def read_weights(content: bytes) -> dict[str, Tensor]:
             dtype: torch.dtype = getattr(torch, DTYPES[entry["dtype"]])
             tensors[name] = flat[begin:end].view(dtype).reshape(entry["shape"])
     return tensors
+
+
+def in_whole_blocks(program: ExportedProgram) -> None:
+    """Let products of rows of any number repeat the last row up to a whole block, and drop it after them."""
+    import torch
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    from vlexport.vision.attention.kernels import BLOCK
+
+    aten, graph = torch.ops.aten, program.graph
+
+    def call(function: Any, *args: Any) -> torch.fx.Node:
+        """Insert a call with what it gives for the sizes of the trace."""
+        node: torch.fx.Node = graph.call_function(function, args)
+        values = torch.fx.map_arg(args, lambda used: used.meta["val"])
+        with traced.fake_mode:
+            node.meta["val"] = function(*values)
+        return node
+
+    for product in graph.find_nodes(op="call_function", target=aten.linear.default):
+        rows: Any = product.args[0]
+        traced = rows.meta["val"]
+        if traced.ndim != 2 or statically_known_true(traced.shape[0] % BLOCK == 0):
+            continue
+        with graph.inserting_before(product):
+            count = call(aten.sym_size.int, rows, 0)
+            blocks = call(operator.floordiv, call(operator.add, count, BLOCK - 1), BLOCK)
+            last = call(operator.sub, count, 1)
+            numbers = call(aten.arange.default, call(operator.mul, blocks, BLOCK))
+            padded = call(aten.index_select.default, rows, 0, call(aten.clamp.default, numbers, None, last))
+            whole = call(aten.linear.default, padded, *product.args[1:])
+        # It stays the node that outputs are named after.
+        product.target, product.args = aten.slice.Tensor, (whole, 0, 0, count)
+    program.graph_module.recompile()
 
 
 def save_program(program: ExportedProgram, path: Path) -> None:

@@ -179,6 +179,7 @@ class Backend(ABC):
     cannot_take_bytes  why engines cannot take patches as bytes, if they cannot
     mapped             files that `open` takes by `Payloads.map`
     reads_older        files are of a format that newer versions of its library read
+    by_item            bits of an item's rows do not depend on what else is in its call, in all that was tried
     """
 
     name: str
@@ -196,6 +197,7 @@ class Backend(ABC):
     cannot_take_bytes: str | None = None
     mapped: tuple[str, ...] = ()
     reads_older: bool = False
+    by_item: bool = False
 
     @abstractmethod
     def build(self, graph: Graph, options: Options, out: Path, progress: Progress = log_progress) -> None: ...

@@ -52,6 +52,7 @@ class Eager(Backend):
     )  # fmt: skip
 
     def build(self, graph: Graph, options: Options, out: Path, progress: Progress = log_progress) -> None:
+        _torch.in_whole_blocks(graph.program)
         _torch.save_program(graph.program, out / PROGRAM)
 
     def open(self, payloads: Payloads, spec: EngineSpec, options: Options) -> Runner:

@@ -35,6 +35,7 @@ class Inductor(Backend):
     name = "inductor"
     summary = "AOTInductor package: fused C++ loops, loadable without a compiler"
     form = "grouped"
+    by_item = True
     capabilities = (
         Capability(
             dtype="float32",
@@ -66,6 +67,7 @@ class Inductor(Backend):
         import torch
 
         program = graph.program
+        _torch.in_whole_blocks(program)
         # Weights stay outside the shared object.
         write_package(program, out / PACKAGE, {"aot_inductor.package_constants_in_so": False})
         # The trace found some tensors outside the state.

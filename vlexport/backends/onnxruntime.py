@@ -58,6 +58,7 @@ class OnnxRuntime(Backend):
     name = "onnxruntime"
     summary = "ONNX Runtime, fused attention per run of equal segments"
     form = "grouped"
+    by_item = True
     devices = ("cpu", "cuda")
     mapped = (WEIGHTS,)
     reads_older = True

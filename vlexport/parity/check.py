@@ -307,7 +307,7 @@ class Checker:
         # Files that cannot be read are an error, and no difference of numbers.
         self.engine.reopen()
         self.answers = list(self.answers_to(self.samples))
-        if self.proves:
+        if self.proves and self.subject.backend and self.subject.backend.by_item:
             self.is_by_item = self._by_item(mixed(self.samples))
         # Blocks are compared in copies of the engine that have weights of their own.
         self.engine.release()

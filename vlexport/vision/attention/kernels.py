@@ -19,6 +19,10 @@ from torch import Tensor
 
 from vlexport.errors import InputError
 
+# Rows that MKL multiplies at a time. A rest of a call, or of a thread's part of one, is added up in other
+# steps: the bits of a row would depend on how many others there are.
+BLOCK = 4
+
 
 @torch.library.custom_op("vlexport::segment_attention", mutates_args=())
 def segment_attention(q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, runs_R2: Tensor, scale: float) -> Tensor:
@@ -42,13 +46,14 @@ def _attend_runs(
     query_start = key_start = 0
     for count, queries, keys in runs:
         query_stop, key_stop = query_start + count * queries, key_start + count * keys
+        q = _heads_first(q_QHD[query_start:query_stop], count)
         mixed = F.scaled_dot_product_attention(
-            _heads_first(q_QHD[query_start:query_stop], count),
+            F.pad(q, (0, 0, 0, -queries % BLOCK)) if queries % BLOCK else q,
             _heads_first(k_NHD[key_start:key_stop], count),
             _heads_first(v_NHD[key_start:key_stop], count),
             scale=scale,
         )
-        out_QHD[query_start:query_stop] = mixed.transpose(1, 2).flatten(0, 1)
+        out_QHD[query_start:query_stop] = mixed[:, :, :queries].transpose(1, 2).flatten(0, 1)
         query_start, key_start = query_stop, key_stop
     if (query_start, key_start) != (q_QHD.shape[0], k_NHD.shape[0]):
         raise ValueError(
