@@ -29,7 +29,7 @@ from benchmarks.classes import (
     page,
     random_state,
     reason,
-    shrunk,
+    tiny_config,
     write_pixels,
 )
 from benchmarks.tables import write_between, write_whole
@@ -41,12 +41,15 @@ from vlexport.errors import UnsupportedError, VlexportError
 from vlexport.recipe import served_types
 from vlexport.runtime.attached import attach
 from vlexport.system import give_back
-from vlexport.vision.features.classes import feature_class, outputs_of
-from vlexport.vision.features.tower import first, one
+from vlexport.vision.features.classes import feature_class, outputs_of, rows_and_levels
+from vlexport.vision.features.pixels import PictureRule
+from vlexport.vision.features.tower import MERGES, RASTER, first, one
 
 # Logits of a step may differ so much, relatively.
 NEAR = 1e-4
 TOKENS = 8
+# Of a whole model: 2 GB, which a build holds twice.
+MOST_WEIGHTS = 500_000_000
 JOINED = ("mistral_large4", "qianfan_ocr")
 MARKS = {
     "vision_start_token_id": 13, "vision_end_token_id": 14,
@@ -58,14 +61,18 @@ VIDEO = ("video_token_id", "video_token_index")
 
 def whole_model(model_type: str, folder: Path) -> Any:
     """Return a tiny random model with its language model, as it is read from a checkpoint in the folder."""
-    from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, AutoModelForMultimodalLM
+    from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForMultimodalLM
 
     for auto in (AutoModelForMultimodalLM, AutoModelForMaskedLM, AutoModel):
         for wanted, layers in REACHES:
             try:
-                config = shrunk(AutoConfig.for_model(model_type), wanted, layers)
+                config = tiny_config(model_type, wanted, layers)
                 _fit(config)
                 factory: Any = auto
+                with torch.device("meta"):
+                    weights = factory.from_config(config).num_parameters()
+                if weights > MOST_WEIGHTS:
+                    raise VlexportError(f"{weights:,} weights with the sizes that its configuration takes")
                 model = factory.from_config(config)
                 owner = owner_of(model)
             except Exception as error:  # noqa: BLE001  configurations raise errors of their own
@@ -89,7 +96,7 @@ def _fit(config: Any) -> None:
         if hasattr(part := getattr(config, name, None), "to_dict"):
             _fit(part)
     rotary = getattr(config, "rope_parameters", None)
-    has_sections = any(name in config.model_type for name in ("qwen", "glm", "exaone", "omni"))
+    has_sections = any(name in config.model_type for name in ("qwen", "glm", "exaone", "omni", "paddle"))
     if rotary and "rope_theta" in rotary and has_sections:
         heads = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         half = int(heads * rotary.get("partial_rotary_factor", 1.0)) // 2
@@ -129,8 +136,39 @@ def owner_of(model: Any) -> Any:
     return next(part for part in model.modules() if type(part) is kind[0])
 
 
-def pixels_of(owner: Any, images: int, *, video: bool = False) -> dict[str, Tensor]:
-    """Return random pixels of images of other sizes, or of a video, as the class takes them."""
+def config_of(model: Any) -> Any:
+    """Return what the generic recipe finds that a model's class takes."""
+    checkpoint, place = Checkpoint.open(model.name_or_path), Path(model.name_or_path)
+    return request(checkpoint, recipe="generic", backend="eager", into=place / "engines").config
+
+
+def pictures_of(
+    owner: Any, rule: PictureRule, images: int, *, video: bool, axis: int = 0
+) -> dict[str, Tensor]:
+    """Return random pictures of the one shape that a bundle takes, or one as a video."""
+    generator = torch.Generator().manual_seed(images + 10 * video)
+    pictures = [rule.arguments(torch.randn(rule.row_width, generator=generator)) for _ in range(images)]
+    # One picture beside the other, where the class takes sizes of each.
+    axes = {"pixel_values": 3} if "target_sizes" in rule.sizes else dict.fromkeys(rule.sizes, axis)
+    values = {name: torch.cat([each[name] for each in pictures], axes.get(name, 0)) for name in rule.sizes}
+    if not video:
+        return values
+    taken = inspect.signature(owner.get_video_features).parameters
+    further = (
+        {"num_frames_per_video": torch.ones(1, dtype=torch.int64)} if "num_frames_per_video" in taken else {}
+    )
+    return {**dict(zip(taken, values.values(), strict=False)), **further}
+
+
+def pixels_of(owner: Any, images: int, *, video: bool = False, config: Any = None) -> dict[str, Tensor]:
+    """Return random pixels of images of other sizes, or of a video, as the class takes them.
+
+    config  what the recipe finds, of classes that take pictures of one shape, or patches line by line
+    """
+    if isinstance(rule := getattr(config, "rule", None), PictureRule):
+        # Prompts have an axis of pictures.
+        nested = rule.sizes["pixel_values"][1:2] if len(rule.sizes["pixel_values"]) == 5 else ()
+        return pictures_of(owner, rule, images, video=video, axis=len(nested))
     generator = torch.Generator().manual_seed(images + 10 * video)
     taken = inspect.signature(owner.get_image_features).parameters
     patch: Any
@@ -142,12 +180,17 @@ def pixels_of(owner: Any, images: int, *, video: bool = False) -> dict[str, Tens
 
     if "image_grid_thw" in taken:
         merge, temporal = first(owner, "spatial_merge_size"), first(owner, "temporal_patch_size") or 1
+        merge = merge or first(owner, "merge_size") or 1
         grids = [(2 if video else 1, merge * (2 + number), merge * 3) for number in range(images)]
         rows = noise(sum(t * h * w for t, h, w in grids), 3 * temporal * patch**2)
+        if getattr(config, "form", None) == RASTER:
+            rows = rows.unflatten(1, (3, patch, patch))
         kind = "video" if video else "image"
+        merges = {f"{kind}_merge_sizes": torch.full((images,), merge)} if MERGES in taken else {}
         return {
             "pixel_values_videos" if video else "pixel_values": rows,
             f"{kind}_grid_thw": torch.tensor(grids),
+            **merges,
         }
     if "image_sizes" in taken and first(owner, "patch_positional_embedding") is not None:
         cell = patch * (getattr(owner.config, "spatial_merge_size", 1))
@@ -182,7 +225,7 @@ def prompts(
     method = owner.get_video_features if video else owner.get_image_features
     taken = inspect.signature(method).parameters
     with torch.inference_mode():
-        rows = method(**{key: value for key, value in pixels.items() if key in taken}).pooler_output
+        rows, _ = rows_and_levels(method(**{key: value for key, value in pixels.items() if key in taken}))
     counts = [part.numel() // part.shape[-1] for part in rows for _ in range(frames)]
     token = _token(model.config, names)
     first, last, *ends = MARKS.values()
@@ -218,10 +261,16 @@ def _token(config: Any, names: tuple[str, ...]) -> int:
 def calls_of(model: Any) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Yield calls of every kind that the class takes, with their names."""
     owner = owner_of(model)
-    yield "one image", prompts(model, pixels_of(owner, 1))
-    yield "three images", prompts(model, pixels_of(owner, 3))
-    two = pixels_of(owner, 2)
-    if "image_grid_thw" in two:
+    config = config_of(model)
+    is_picture = isinstance(config.rule, PictureRule)
+    yield "one image", prompts(model, pixels_of(owner, 1, config=config))
+    yield "three images", prompts(model, pixels_of(owner, 3, config=config))
+    two = pixels_of(owner, 2, config=config)
+    if is_picture and two["pixel_values"].ndim == 5:
+        two = {name: torch.cat(value.chunk(2, 1)) for name, value in two.items()}
+    elif is_picture:
+        pass
+    elif "image_grid_thw" in two:
         two["image_grid_thw"][1] = two["image_grid_thw"][0]
         two["pixel_values"] = two["pixel_values"][: 2 * int(two["image_grid_thw"][0].prod())]
     elif "image_sizes" in two:
@@ -230,7 +279,7 @@ def calls_of(model: Any) -> Iterator[tuple[str, dict[str, Tensor]]]:
         two["pixel_values"] = two["pixel_values"].transpose(0, 1)
     yield "two prompts", prompts(model, two, batch=2)
     if hasattr(owner, "get_video_features"):
-        yield "video", _video(model, pixels_of(owner, 1, video=True))
+        yield "video", _video(model, pixels_of(owner, 1, video=True, config=config))
 
 
 def _video(model: Any, pixels: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -264,8 +313,10 @@ def features(model: Any, call: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
     """Return the rows of images, and the structure that they are in."""
     with torch.inference_mode():
         output = model.get_image_features(**call)
-    rows = output.pooler_output
-    return outputs_of(output)["embeds"], (type(output), type(rows), [part.shape for part in rows])
+    rows = output.get("fpn_hidden_states", rows_and_levels(output)[0])
+    shapes = [part.shape for part in (*rows, *output.get("fpn_position_encoding", ()))]
+    values = torch.cat([value.flatten() for value in outputs_of(output).values()])
+    return values, (type(output), type(rows), shapes)
 
 
 def attached(model_type: str, folder: Path, recipe: str | None = None) -> str:
@@ -276,7 +327,8 @@ def attached(model_type: str, folder: Path, recipe: str | None = None) -> str:
     if model is owner and not hasattr(model, "generate"):
         ask, outcome = features, "features equal"
         head = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(model_type)
-        calls = {f"{count} images": pixels_of(owner, count) for count in (1, 3)}
+        config = config_of(model)
+        calls = {f"{count} images": pixels_of(owner, count, config=config) for count in (1, 3)}
     else:
         calls = dict(calls_of(model))
     own = {name: ask(model, call) for name, call in calls.items()}

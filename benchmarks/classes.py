@@ -71,18 +71,28 @@ OF_TYPES: Mapping[str, Mapping[str, object]] = {
         **dict.fromkeys(("text_config.num_experts", "text_config.top_k_experts"), 2),
         "text_config.moe_intermediate_size": 64,
     },
-    "dots3_note": {"vision_config.adapter_in_dim": 64},
+    "dots3_note": dict.fromkeys(
+        (
+            "vision_config.adapter_in_dim",
+            "vision_config.adapter_out_dim",
+            "audio_config.adapter_input_size",
+            "audio_config.adapter_out_dim",
+        ),
+        64,
+    ),
     "embedding_gemma2": {
         "vision_config": {
             **{name: size for name, size in SIZES.items() if isinstance(size, int)},
             "model_type": "gemma4_vision",
         }
     },
+    "gemma4": {"text_config.layer_types": [*["sliding_attention"] * (DEPTH - 1), "full_attention"]},
     "granite4_vision": {"deepstack_layer_map": [[-2, 0], [-1, 1]], "downsample_rate": "1/2"},
     "llama4": {
         **dict.fromkeys(("vision_config.intermediate_size", "vision_config.projector_input_dim"), 256),
         **dict.fromkeys(("vision_config.projector_output_dim", "vision_config.vision_output_dim"), 256),
     },
+    **{name: {"image_token_id": 17, "video_token_id": 18} for name in ("minicpmv4_6", "minicpmv4_7")},
     **{name: {"out_hidden_size": 256} for name in ("muse_glimmer", "muse_spark")},
     **{
         name: {
@@ -92,6 +102,7 @@ OF_TYPES: Mapping[str, Mapping[str, object]] = {
         }
         for name in ("edgetam_video", "sam2", "sam2_video")
     },
+    "qwen3_omni_moe": {"enable_audio_output": False},
     "sam3_tracker_video": {"image_size": 336},
     "t5gemma2_encoder": {"text_config.dropout_rate": 0.0},
 }
@@ -142,6 +153,17 @@ def shrunk(config: Any, wanted: Callable[[str], bool], layers: slice, own: str =
     return config
 
 
+def tiny_config(model_type: str, wanted: Callable[[str], bool], layers: slice) -> Any:
+    """Return the tiny configuration of a model type."""
+    from transformers import AutoConfig
+
+    config = shrunk(AutoConfig.for_model(model_type), wanted, layers)
+    for place, value in OF_TYPES.get(model_type, {}).items():
+        *parts, name = place.split(".")
+        setattr(reduce(getattr, parts, config), name, value)
+    return config
+
+
 def _set(config: Any, name: str, value: object) -> None:
     """Set what a configuration lets be set."""
     with suppress(Exception):
@@ -181,16 +203,11 @@ OWN = ("image_position_ids",)
 
 def tiny(model_type: str) -> tuple[dict[str, Any], Any]:
     """Return settings and class of a tiny model; some language models keep their sizes."""
-    from transformers import AutoConfig
-
     from vlexport.vision.features.classes import vision_model
 
     for wanted, layers in REACHES:
         try:
-            config = shrunk(AutoConfig.for_model(model_type), wanted, layers)
-            for place, value in OF_TYPES.get(model_type, {}).items():
-                *parts, name = place.split(".")
-                setattr(reduce(getattr, parts, config), name, value)
+            config = tiny_config(model_type, wanted, layers)
             settings = json.loads(config.to_json_string(use_diff=False))
             return settings, vision_model(model_type, settings, "eager", meta=True)
         except Exception as error:  # noqa: BLE001  configurations raise errors of their own

@@ -24,8 +24,8 @@ from vlexport.specs import MediaItem
 from vlexport.system import give_back
 from vlexport.vision.features.classes import METHOD, ReadWeights, feature_class, outputs_of
 from vlexport.vision.features.packing import ImagePacking
-from vlexport.vision.features.pixels import to_rows
-from vlexport.vision.features.tower import GRIDS, NESTED, PATCHES, PICTURE, RASTER, STRIP
+from vlexport.vision.features.pixels import OF_GRIDS, PictureRule, cell_by_cell, to_rows
+from vlexport.vision.features.tower import GRIDS, MERGES, NESTED, PATCHES, PICTURE, RASTER, STRIP
 from vlexport.vision.preprocess import cut
 
 VIDEOS = "get_video_features"
@@ -33,6 +33,8 @@ PIXELS = ("pixel_values", "pixel_values_images", "pixel_values_videos")
 SIZES = ("image_grid_thw", "video_grid_thw", "image_sizes", "pixel_attention_mask", "spatial_shapes")
 # Fields of outputs that follow from pixels; others may be constants of the class.
 FIELDS = ("last_hidden_state", "pooler_output", "hidden_states", "attentions", "deepstack_features")
+# Where a class has rows; maps of several sizes, [rows, B, D], with encodings of positions.
+ROWS, MAPS, POSITIONS = ("pooler_output", "last_hidden_state"), "fpn_hidden_states", "fpn_position_encoding"
 # Classes round to as much as 1.6e-5 against themselves (docs/generic.md); other weights are 0.1 away.
 SLACK = 5.0
 # More tiles than any picture is cut into; they are views of one.
@@ -202,14 +204,12 @@ class _Features:
         self.constants: dict[str, Tensor] = {}
         self.replaced: list[tuple[Any, str]] = []
         self.local, self.takes_videos, self.is_used = threading.local(), self.form == GRIDS, True
+        self.hands_on, rule = False, self.packing.rule
+        self.media = set(rule.sizes if isinstance(rule, PictureRule) else (*PIXELS, *SIZES, MERGES))
 
     @torch.inference_mode()
     def examine(self, model: Any) -> set[int]:
         """Compare two random images and learn the structure of outputs; return ids of weights read."""
-        if self.form in (RASTER, PICTURE):
-            raise UnsupportedError(
-                f"{self.name} takes a {self.form}, which attach does not give. Call the pipeline itself."
-            )
         order, weights = list[tuple[Any, Any]](), {id(weight): weight for weight in self.owner.parameters()}
         if wrong := {str(weight.device) for weight in weights.values()} - {"cpu"}:
             raise UnsupportedError(
@@ -218,6 +218,10 @@ class _Features:
             )
         inputs = self._inputs(seed=0)
         self.is_used = self._require_use(inputs, writes=model is not self.owner or hasattr(model, "generate"))
+        if self.form in (RASTER, PICTURE) and hasattr(self.owner, VIDEOS):
+            # A method of videos that hands them on as images stays.
+            self.hands_on, _ = self._reached(lambda: getattr(self.owner, VIDEOS)(*inputs.values()))
+            self.takes_videos = self.hands_on
         hooks = [
             part.register_forward_hook(lambda part, _, output: order.append((part, output)))
             for part in self.owner.children()
@@ -258,29 +262,37 @@ class _Features:
 
     def _require_use(self, inputs: Mapping[str, Any], *, writes: bool) -> bool:
         """Return if forward of the class takes its features from the method; refuse if not and it writes."""
-
-        def reached(*_: object, **__: object) -> None:
-            raise _Reached
-
         ids, taken = torch.zeros(1, 1, dtype=torch.int64), inspect.signature(self.owner.forward).parameters
         pixels = dict.fromkeys(PIXELS[:2], inputs.get("pixel_values"))
         arguments = {"input_ids": ids, "attention_mask": ids + 1, **inputs, **pixels}
-        self._replace(self.owner, METHOD, functools.wraps(self.owner.get_image_features)(reached))
-        problem: Exception | None = None
-        try:
-            self.owner(**{name: value for name, value in arguments.items() if name in taken})
-        except _Reached:
-            return True
-        except UNEXPECTED as error:
-            problem = error
-        finally:
-            self.remove()
-        if not writes:
-            return False
+        is_used, problem = self._reached(
+            lambda: self.owner(**{name: value for name, value in arguments.items() if name in taken})
+        )
+        # What wants more than pixels, such as a session of frames, is read instead of called.
+        is_used = is_used or (problem is not None and METHOD in _names(type(self.owner), "forward"))
+        if is_used or not writes:
+            return is_used
         raise UnsupportedError(
             f"{self.name}: its forward does not call {METHOD}, so an engine would not be used. Encode with "
             "`vlexport.load`, and pass the rows."
         ) from problem
+
+    def _reached(self, call: Callable[[], object]) -> tuple[bool, Exception | None]:
+        """Return if a call comes to the method for images, or what it failed at before."""
+
+        def reached(*_: object, **__: object) -> None:
+            raise _Reached
+
+        self._replace(self.owner, METHOD, functools.wraps(self.owner.get_image_features)(reached))
+        try:
+            call()
+        except _Reached:
+            return True, None
+        except UNEXPECTED as error:
+            return False, error
+        finally:
+            self.remove()
+        return False, None
 
     def _refuse(self, *_: object, **__: object) -> None:
         raise UnsupportedError(
@@ -291,6 +303,8 @@ class _Features:
     def _inputs(self, seed: int) -> dict[str, Any]:
         """Return pixels of two random images, as a processor gives them."""
         generator, rule = torch.Generator().manual_seed(seed), self.packing.rule
+        if isinstance(rule, PictureRule):
+            return dict(rule.arguments(torch.randn(rule.row_width, generator=generator)))
         if isinstance(self.packing, ImagePacking):
             images = torch.randn(2, 1, 3, rule.side, rule.side, generator=generator)
             if self.packs:
@@ -311,6 +325,10 @@ class _Features:
             return {"pixel_values": rows, "pixel_attention_mask": mask, "spatial_shapes": grids[:, 1:]}
         count = int(grids.prod(1).sum())
         rows = torch.randn(count, self.packing.row_width, generator=generator)
+        if self.form == RASTER:
+            taken = inspect.signature(self.owner.get_image_features).parameters
+            merges = {MERGES: torch.full((2,), rule.merge)} if MERGES in taken else {}
+            return {"pixel_values": rows.unflatten(1, (3, rule.patch, -1)), "image_grid_thw": grids, **merges}
         return {"pixel_values": rows, "image_grid_thw": grids}
 
     def _compare(self, own_output: Any, engine_output: Any) -> None:
@@ -337,7 +355,7 @@ class _Features:
             self._replace(self.tower, "forward", self._tiles)
             self._replace(self.projector, "forward", lambda *_, **__: self.local.rows)
         for name in (METHOD, VIDEOS):
-            if (own := getattr(self.owner, name, None)) is not None:
+            if (own := getattr(self.owner, name, None)) and not (name == VIDEOS and self.hands_on):
                 called = functools.partial(self._call, name, own, inspect.signature(own))
                 # `generate` reads the signature.
                 self._replace(self.owner, name, functools.wraps(own)(called))
@@ -363,7 +381,7 @@ class _Features:
             usual = getattr(self.owner.config, key, None)
             # 0 is a layer, and equals False.
             is_usual = value is None or value is False or value == usual
-            if chosen and key not in (*PIXELS, *SIZES) and not is_usual:
+            if chosen and key not in self.media and not is_usual:
                 raise InputError(
                     f"{name}: {key}={value!r:.100} given, {usual!r} expected. Leave it out, or detach."
                 )
@@ -380,8 +398,22 @@ class _Features:
     def _media(self, bound: Mapping[str, Any]) -> tuple[Tensor, list[Grid], list[int]]:
         """Return rows, grids of images, and how many of them are in each entry of the class's output."""
         pixels = next(bound[name] for name in PIXELS if bound.get(name) is not None).float()
-        if self.form == GRIDS:
+        if isinstance(rule := self.packing.rule, PictureRule):
+            rows_ND = rule.rows("image", bound)
+            entries = max(len(bound[name]) // shape[0] for name, shape in rule.sizes.items())
+            return rows_ND, [(1, 1, 1)] * len(rows_ND), [len(rows_ND) // entries] * entries
+        if self.form in OF_GRIDS:
             grids = (bound.get("image_grid_thw", bound.get("video_grid_thw"))).tolist()
+            if self.form == RASTER:
+                merge, merges = self.packing.merge, bound.get(MERGES)
+                if merges is not None and bool((merges != merge).any()):
+                    raise InputError(
+                        f"{MERGES}: {merges.tolist()} given, {merge} of each expected by the engine. Use the "
+                        "checkpoint's own processor."
+                    )
+                parts = pixels.split([math.prod(grid) for grid in grids])
+                pairs = zip(parts, grids, strict=True)
+                pixels = torch.cat([cell_by_cell(part, merge, *grid[1:]) for part, grid in pairs])
             return pixels, grids, [1] * len(grids)
         if self.form == PATCHES:
             grids = [(1, *shape) for shape in bound["spatial_shapes"].tolist()]
@@ -432,7 +464,13 @@ class _Features:
         counts = map(self.packing.num_tokens, items)
         sizes = [sum(next(counts) for _ in range(group)) for group in groups]
         embeds, *levels = self._rows(patches, grids)
-        fields = {"pooler_output": _like(self.template.pooler_output, embeds, sizes)}
+        if (maps := getattr(self.template, MAPS, None)) is not None:
+            pairs, count = zip([*levels, embeds], maps, strict=True), len(grids)
+            own = (rows.reshape(count, len(like), -1).transpose(0, 1) for rows, like in pairs)
+            positions = [rows[:, :1].expand(-1, count, -1) for rows in self.template[POSITIONS]]
+            return type(self.template)(**{MAPS: type(maps)(own), POSITIONS: positions})
+        name = next(name for name in ROWS if self.template.get(name) is not None)
+        fields = {name: _like(self.template[name], embeds, sizes)}
         if levels:
             likes = self.template.deepstack_features
             pairs = zip(likes, levels, strict=True)
@@ -447,9 +485,21 @@ class _Features:
         return type(self.hidden)(last_hidden_state=hidden, hidden_states=[hidden] * len(states))
 
 
+def _names(kind: Any, method: str) -> set[str]:
+    """Return the names in a method of a class, and in those of its methods that they name."""
+    names, left = set[str](), {method}
+    while left:
+        function = inspect.unwrap(getattr(kind, left.pop()))
+        new = set(function.__code__.co_names) - names
+        names |= new
+        left |= {name for name in new if inspect.isfunction(getattr(kind, name, None))}
+    return names
+
+
 def _like(own: Any, rows_ND: Tensor, sizes: Sequence[int]) -> Any:
     """Return rows in the container of a class: one tensor, or one for each image or prompt."""
     if not isinstance(own, Tensor):
-        return type(own)(rows_ND.split(list(sizes)))
+        shape = own[0].shape[1:]
+        return type(own)(part.reshape(-1, *shape) for part in rows_ND.split(list(sizes)))
     is_flat = own.ndim == 2 and max(sizes) > 1
     return rows_ND if is_flat else rows_ND.reshape(len(sizes), *own.shape[1:])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -259,6 +259,24 @@ class PictureRule:
         integers = encode(self.constants)
         return floats | {name: torch.tensor(value, device=row_W.device) for name, value in integers.items()}
 
+    @property
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of all tensors that a class takes."""
+        constants = encode(self.constants).items()
+        return {**self.shapes, **{name: tuple(torch.tensor(value).shape) for name, value in constants}}
+
+    def rows(self, kind: str, values: Mapping[str, Tensor]) -> Tensor:
+        """Return a row for each picture of tensors that hold several, side by side along any axes."""
+        sizes = self.sizes
+        pieces = [_pieces(whole(values, name), shape) for name, shape in sizes.items()]
+        is_cut = len({len(parts) for parts in pieces}) == 1
+        pictures = (
+            [dict(zip(sizes, parts, strict=True)) for parts in zip(*pieces, strict=True)]
+            if is_cut
+            else [values]
+        )
+        return torch.stack([self.row(kind, picture) for picture in pictures])
+
     def row(self, kind: str, values: Mapping[str, Tensor]) -> Tensor:
         """Return the row of a picture; refuse one of which other shapes or integers were made."""
         own = PictureRule.of(values, (*self.shapes, *self.constants))
@@ -268,6 +286,13 @@ class PictureRule:
                 "Resize it to the shape of those, or crop it."
             )
         return torch.cat([whole(values, name).flatten() for name in self.shapes])
+
+
+def _pieces(value: Tensor, shape: Sequence[int]) -> Sequence[Tensor]:
+    pieces: Sequence[Tensor] = [value]
+    for axis, size in enumerate(shape if value.ndim == len(shape) else ()):
+        pieces = [part for piece in pieces for part in piece.split(size, axis)]
+    return pieces
 
 
 def _shown(rule: PictureRule) -> str:
@@ -354,16 +379,20 @@ def _of_grid(rule: PatchRule, form: str, values: Mapping[str, Tensor]) -> tuple[
     pixels = whole(values, "pixel_values")
     if form in OF_GRIDS:
         _, rows, columns = whole(values, "image_grid_thw")[0].tolist()
-        if pixels.ndim > 2:
-            # Line by line.
-            cells = pixels.unflatten(0, (rows // rule.merge, rule.merge, columns // rule.merge, rule.merge))
-            pixels = cells.transpose(1, 2).reshape(len(pixels), rule.row_width)
-        return pixels, (rows, columns)
+        return cell_by_cell(pixels, rule.merge, rows, columns), (rows, columns)
     if form == "patches":
         mask, sides = whole(values, "pixel_attention_mask")[0].bool(), whole(values, "spatial_shapes")[0]
         rows, columns = sides.tolist()
         return by_channel(pixels[0][mask]), (rows, columns)
     return cut(pixels, rule), (pixels.shape[2] // rule.patch, pixels.shape[3] // rule.patch)
+
+
+def cell_by_cell(pixels: Tensor, merge: int, rows: int, columns: int) -> Tensor:
+    """Return rows of patches; images of patches, [N, 3, P, P], lie line by line."""
+    if pixels.ndim < 3:
+        return pixels
+    cells = pixels.unflatten(0, (-1, rows // merge, merge, columns // merge, merge))
+    return cells.transpose(2, 3).reshape(len(pixels), -1)
 
 
 def longest_edge_rule(settings: Mapping[str, Any], *, patch: int, merge: int) -> PatchRule:
