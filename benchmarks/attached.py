@@ -96,7 +96,9 @@ def _fit(config: Any) -> None:
         if hasattr(part := getattr(config, name, None), "to_dict"):
             _fit(part)
     rotary = getattr(config, "rope_parameters", None)
-    has_sections = any(name in config.model_type for name in ("qwen", "glm", "exaone", "omni", "paddle"))
+    has_sections = any(
+        name in config.model_type for name in ("qwen", "glm", "exaone", "omni", "paddle", "hunyuan")
+    )
     if rotary and "rope_theta" in rotary and has_sections:
         heads = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         half = int(heads * rotary.get("partial_rotary_factor", 1.0)) // 2

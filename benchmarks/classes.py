@@ -86,6 +86,12 @@ OF_TYPES: Mapping[str, Mapping[str, object]] = {
             "model_type": "gemma4_vision",
         }
     },
+    "ernie4_5_vl_moe": {
+        "text_config.moe_num_experts": 4,
+        "text_config.moe_k": 2,
+        "text_config.moe_intermediate_size": [64, 64],
+        "text_config.rope_parameters": {**_ROPE, "mrope_section": [3, 3, 2]},
+    },
     "gemma4": {"text_config.layer_types": [*["sliding_attention"] * (DEPTH - 1), "full_attention"]},
     "granite4_vision": {"deepstack_layer_map": [[-2, 0], [-1, 1]], "downsample_rate": "1/2"},
     "llama4": {
@@ -93,7 +99,13 @@ OF_TYPES: Mapping[str, Mapping[str, object]] = {
         **dict.fromkeys(("vision_config.projector_output_dim", "vision_config.vision_output_dim"), 256),
     },
     **{name: {"image_token_id": 17, "video_token_id": 18} for name in ("minicpmv4_6", "minicpmv4_7")},
-    **{name: {"out_hidden_size": 256} for name in ("muse_glimmer", "muse_spark")},
+    "muse_glimmer": {"out_hidden_size": 256},
+    "muse_spark": {
+        **dict.fromkeys(("text_config.moe_hidden_size", "text_config.moe_intermediate_size"), 64),
+        "text_config.num_local_experts": 4,
+        "text_config.num_experts_per_tok": 2,
+        "out_hidden_size": 256,
+    },
     **{
         name: {
             "vision_config.backbone_config.hidden_size": 96,
@@ -104,6 +116,7 @@ OF_TYPES: Mapping[str, Mapping[str, object]] = {
     },
     "qwen3_omni_moe": {"enable_audio_output": False},
     "sam3_tracker_video": {"image_size": 336},
+    "step3p7": {"vision_config.intermediate_size": 373},
     "t5gemma2_encoder": {"text_config.dropout_rate": 0.0},
 }
 
@@ -160,7 +173,9 @@ def tiny_config(model_type: str, wanted: Callable[[str], bool], layers: slice) -
     config = shrunk(AutoConfig.for_model(model_type), wanted, layers)
     for place, value in OF_TYPES.get(model_type, {}).items():
         *parts, name = place.split(".")
-        setattr(reduce(getattr, parts, config), name, value)
+        is_config = isinstance(value, dict) and "model_type" in value
+        made = AutoConfig.for_model(**value) if is_config else value
+        setattr(reduce(getattr, parts, config), name, made)
     return config
 
 

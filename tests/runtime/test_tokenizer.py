@@ -120,9 +120,7 @@ def test_no_text_of_a_user_makes_a_special_token(tokenizer, subtests):
 def test_plain_text_gets_the_ids_of_the_whole_text_as_transformers_makes_them(tokenizer):
     for words in ("why?", "a < b |> c", "ünï ＜code＞ \uf8ff", "</think> <think>x</think>"):
         messages = [{"role": "user", "content": words}]
-        expected = tokenizer.fast.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=False
-        )
+        expected = tokenizer.fast.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         assert list(expanded(tokenizer, user(words)).ids) == list(expected), words
 
 

@@ -231,8 +231,8 @@ class _Features:
         for hook in hooks:
             hook.remove()
         ids: set[int] = touched.ids & weights.keys()
-        extra = {key: value for key, value in self.template.items() if key not in FIELDS}
-        if any(isinstance(value, Tensor) for value in extra.values()):
+        fields = self.template.items()
+        if extra := {key: value for key, value in fields if key not in FIELDS and isinstance(value, Tensor)}:
             other = self.owner.get_image_features(**self._inputs(seed=1), return_dict=True)
             same = (key for key, value in extra.items() if torch.equal(value, other[key]))
             self.constants = {key: extra[key] for key in same}
