@@ -12,7 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ NEAR = 1e-4
 TOKENS = 8
 # Of a whole model: 2 GB, which a build holds twice.
 MOST_WEIGHTS = 500_000_000
-JOINED = ("mistral_large4", "qianfan_ocr")
+JOINED = ("mistral_large4", "qianfan_ocr", "step3p7")
 MARKS = {
     "vision_start_token_id": 13, "vision_end_token_id": 14,
     "video_start_token_id": 15, "video_end_token_id": 16,
@@ -68,7 +68,8 @@ def whole_model(model_type: str, folder: Path) -> Any:
             try:
                 config = tiny_config(model_type, wanted, layers)
                 _fit(config)
-                factory: Any = auto
+                # As it is read: some sizes follow from others then.
+                config, factory = type(config).from_dict(config.to_dict()), cast("Any", auto)
                 with torch.device("meta"):
                     weights = factory.from_config(config).num_parameters()
                 if weights > MOST_WEIGHTS:
@@ -97,7 +98,8 @@ def _fit(config: Any) -> None:
             _fit(part)
     rotary = getattr(config, "rope_parameters", None)
     has_sections = any(
-        name in config.model_type for name in ("qwen", "glm", "exaone", "omni", "paddle", "hunyuan")
+        name in config.model_type
+        for name in ("qwen", "glm", "exaone", "omni", "paddle", "hunyuan", "cosmos3_edge")
     )
     if rotary and "rope_theta" in rotary and has_sections:
         heads = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -159,7 +161,8 @@ def pictures_of(
     further = (
         {"num_frames_per_video": torch.ones(1, dtype=torch.int64)} if "num_frames_per_video" in taken else {}
     )
-    return {**dict(zip(taken, values.values(), strict=False)), **further}
+    images = inspect.signature(owner.get_image_features).parameters
+    return {**dict(zip(taken, (values[name] for name in images if name in values), strict=False)), **further}
 
 
 def pixels_of(owner: Any, images: int, *, video: bool = False, config: Any = None) -> dict[str, Tensor]:

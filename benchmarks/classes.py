@@ -92,16 +92,19 @@ OF_TYPES: Mapping[str, Mapping[str, object]] = {
         "text_config.moe_intermediate_size": [64, 64],
         "text_config.rope_parameters": {**_ROPE, "mrope_section": [3, 3, 2]},
     },
-    "gemma4": {"text_config.layer_types": [*["sliding_attention"] * (DEPTH - 1), "full_attention"]},
     "granite4_vision": {"deepstack_layer_map": [[-2, 0], [-1, 1]], "downsample_rate": "1/2"},
     "llama4": {
         **dict.fromkeys(("vision_config.intermediate_size", "vision_config.projector_input_dim"), 256),
         **dict.fromkeys(("vision_config.projector_output_dim", "vision_config.vision_output_dim"), 256),
     },
-    **{name: {"image_token_id": 17, "video_token_id": 18} for name in ("minicpmv4_6", "minicpmv4_7")},
+    **{
+        name: {"image_token_id": 17, "video_token_id": 18, "insert_layer_id": 1}
+        for name in ("minicpmv4_6", "minicpmv4_7")
+    },
     "muse_glimmer": {"out_hidden_size": 256},
     "muse_spark": {
         **dict.fromkeys(("text_config.moe_hidden_size", "text_config.moe_intermediate_size"), 64),
+        "audio_config.num_hidden_layers": 4,
         "text_config.num_local_experts": 4,
         "text_config.num_experts_per_tok": 2,
         "out_hidden_size": 256,
@@ -116,7 +119,6 @@ OF_TYPES: Mapping[str, Mapping[str, object]] = {
     },
     "qwen3_omni_moe": {"enable_audio_output": False},
     "sam3_tracker_video": {"image_size": 336},
-    "step3p7": {"vision_config.intermediate_size": 373},
     "t5gemma2_encoder": {"text_config.dropout_rate": 0.0},
 }
 

@@ -19,6 +19,7 @@ from benchmarks.attached import (
     attached,
     build,
     calls_of,
+    config_of,
     features,
     memory,
     owner_of,
@@ -29,8 +30,10 @@ from benchmarks.classes import random_state
 from tests.recipes.whole_checkpoints import WHOLE, write_whole
 from vlexport import attach, load
 from vlexport.bundle import Bundle
+from vlexport.codec import canonical, decode, encode, parse
 from vlexport.errors import CheckpointError, InputError, MisfitError, UnsupportedError
 from vlexport.recipe import served_types
+from vlexport.vision.features.pixels import PictureRule
 
 pytestmark = pytest.mark.skipif(
     Version(transformers.__version__) < Version("5.20"),
@@ -69,7 +72,7 @@ def weights(model: Any) -> int:
 def held_to_its_own_tower(case: Case, subtests: Any) -> None:
     model, calls = case.model, dict(calls_of(case.model))
     own = {kind: answers(model, call) for kind, call in calls.items()}
-    pixels = pixels_of(owner_of(model), 3)
+    pixels = pixels_of(owner_of(model), 3, config=config_of(model))
     features, before = model.get_image_features(**pixels), weights(model)
     state = {key: value.clone() for key, value in model.state_dict().items()}
     with attach(model, case.bundle) as engine:
@@ -187,6 +190,50 @@ def test_weights_that_cannot_be_read_again_keep_the_model_attached(llava, tmp_pa
 @pytest.mark.parametrize("model_type", first(CLASSES, 2))
 def test_a_class_with_its_engine_gives_equal_tokens(model_type, tmp_path):
     assert attached(model_type, tmp_path / model_type) == "equal"
+
+
+@pytest.mark.slow
+def test_patches_line_by_line_go_cell_by_cell_to_the_engine(tmp_path):
+    assert attached("paddleocr_vl", tmp_path / "paddleocr_vl") == "equal"
+
+
+@pytest.mark.slow
+def test_pictures_of_the_one_shape_give_equal_tokens_and_others_are_refused(tmp_path, subtests):
+    case = case_of("lfm2_vl", tmp_path / "lfm2_vl")
+    held_to_its_own_tower(case, subtests)
+    model, pixels = case.model, pixels_of(owner_of(case.model), 3, config=config_of(case.model))
+    for name, changed, words in (
+        (
+            "spatial_shapes",
+            torch.tensor([[4, 4], [2, 8], [4, 4]]),
+            "spatial_shapes [[2, 8]] of it, but the b",
+        ),
+        ("pixel_values", pixels["pixel_values"][:, :9], "makes pixel_values [3, 9, "),
+        ("pixel_values", pixels["pixel_values"][:2], "makes pixel_values [2, 16, "),
+    ):
+        with (
+            attach(model, case.bundle),
+            subtests.test(name),
+            pytest.raises(InputError, match=re.escape(words)),
+        ):
+            model.get_image_features(**{**pixels, name: changed})
+
+
+def test_pictures_lie_side_by_side_along_any_axis():
+    values = {"pixel_values": torch.arange(24.0).reshape(1, 2, 12), "sizes": torch.tensor([[2, 4]] * 3)}
+    rule = PictureRule.of(
+        {"pixel_values": values["pixel_values"][..., :4], "sizes": values["sizes"][:1]}, values
+    )
+    assert (
+        decode(PictureRule, parse(canonical(encode(rule)))).arguments(torch.arange(8.0)).keys()
+        == values.keys()
+    )
+    rows = values["pixel_values"].unflatten(2, (3, 4)).transpose(1, 2).reshape(3, 8)
+    assert torch.equal(rule.rows("image", values), rows)
+    with pytest.raises(
+        InputError, match=r"\[1, 2, 12\], sizes \[\[2, 4\], \[2, 4\]\] of it, but .* \[1, 2, 4\]"
+    ):
+        rule.rows("image", {**values, "sizes": values["sizes"][:2]})
 
 
 @pytest.mark.slow

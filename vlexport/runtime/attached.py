@@ -220,7 +220,10 @@ class _Features:
         self.is_used = self._require_use(inputs, writes=model is not self.owner or hasattr(model, "generate"))
         if self.form in (RASTER, PICTURE) and hasattr(self.owner, VIDEOS):
             # A method of videos that hands them on as images stays.
-            self.hands_on, _ = self._reached(lambda: getattr(self.owner, VIDEOS)(*inputs.values()))
+            names = [
+                name for name in inspect.signature(self.owner.get_image_features).parameters if name in inputs
+            ]
+            self.hands_on, _ = self._reached(lambda: getattr(self.owner, VIDEOS)(*map(inputs.get, names)))
             self.takes_videos = self.hands_on
         hooks = [
             part.register_forward_hook(lambda part, _, output: order.append((part, output)))
@@ -262,7 +265,7 @@ class _Features:
 
     def _require_use(self, inputs: Mapping[str, Any], *, writes: bool) -> bool:
         """Return if forward of the class takes its features from the method; refuse if not and it writes."""
-        ids, taken = torch.zeros(1, 1, dtype=torch.int64), inspect.signature(self.owner.forward).parameters
+        ids, taken = torch.zeros(1, 2, dtype=torch.int64), inspect.signature(self.owner.forward).parameters
         pixels = dict.fromkeys(PIXELS[:2], inputs.get("pixel_values"))
         arguments = {"input_ids": ids, "attention_mask": ids + 1, **inputs, **pixels}
         is_used, problem = self._reached(
@@ -372,6 +375,11 @@ class _Features:
     def _call(
         self, name: str, own: Callable[..., Any], signature: inspect.Signature, *args: Any, **kwargs: Any
     ) -> Any:
+        if name == VIDEOS and not self.takes_videos:
+            raise UnsupportedError(
+                f"{self.name}: videos take another way than images, which the engine does not have. Pass "
+                "frames as images, or detach."
+            )
         bound = signature.bind(*args, **kwargs).arguments
         further = bound.pop("kwargs", {})
         for key, value in {**bound, **further}.items():
@@ -381,15 +389,12 @@ class _Features:
             usual = getattr(self.owner.config, key, None)
             # 0 is a layer, and equals False.
             is_usual = value is None or value is False or value == usual
+            if key.endswith("mask") and isinstance(value, Tensor):
+                is_usual = bool(value.all())
             if chosen and key not in self.media and not is_usual:
                 raise InputError(
                     f"{name}: {key}={value!r:.100} given, {usual!r} expected. Leave it out, or detach."
                 )
-        if name == VIDEOS and not self.takes_videos:
-            raise UnsupportedError(
-                f"{self.name}: videos take another way than images, which the engine does not have. Pass "
-                "frames as images, or detach."
-            )
         if self.packs:
             return own(*args, **kwargs)
         output = self._output(*self._media(bound))

@@ -243,7 +243,8 @@ class PictureRule:
     @classmethod
     def of(cls, values: Mapping[str, Tensor], arguments: Iterable[str]) -> PictureRule:
         """Return the rule of a picture of which a processor made these values."""
-        taken = {name: whole(values, name) for name in arguments if name in values}
+        # A manifest has its names sorted.
+        taken = {name: whole(values, name) for name in sorted(arguments) if name in values}
         return cls(
             shapes={name: tuple(value.shape) for name, value in taken.items() if value.is_floating_point()},
             constants={
