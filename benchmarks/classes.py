@@ -26,7 +26,6 @@ from torch import nn
 from benchmarks.tables import markdown, write_between, write_whole
 from vlexport.errors import ParityError, RequestError, VlexportError
 from vlexport.recipe import served_types
-from vlexport.vision.features.tower import PICTURE, RASTER
 
 # Patches along the side of an image; layers.
 ACROSS = 4
@@ -445,9 +444,7 @@ def page(classes: Sequence[Mapping[str, Any]]) -> list[str]:
     apart = [
         (
             f"`{each['model_type']}`",
-            f"refused: it takes a {each['form']}"
-            if each["form"] in (RASTER, PICTURE)
-            else str(each.get("attach", "not tried")).replace("|", "\\|"),
+            str(each.get("attach", "not tried")).replace("|", "\\|"),
         )
         for each in good
         if each.get("attach") not in ("equal", "features equal")
@@ -460,7 +457,8 @@ def page(classes: Sequence[Mapping[str, Any]]) -> list[str]:
         "",
         (
             "[Attached](#attach-to-a-model-in-a-variable) to a tiny random model, one image, three, two "
-            f"prompts and a video where the class has one give the tokens of its own tower for {same}; "
+            "prompts and a video where the class has one, of a `picture` all in its one shape, give the "
+            f"tokens of its own tower for {same}; "
             f"features are equal, with their structure, for those that write no text: {rows}."
         ),
         "",
