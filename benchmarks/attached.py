@@ -51,9 +51,8 @@ TOKENS = 8
 # Of a whole model: 2 GB, which a build holds twice.
 MOST_WEIGHTS = 500_000_000
 # Why the engine of images has no rows of videos.
-_BESIDE = "they go to the tower past get_image_features"
 VIDEOS_APART = {
-    "embedding_gemma2": _BESIDE, "gemma4": _BESIDE,
+    "gemma4": "they go to the tower past get_image_features",
     "ernie4_5_vl_moe": "two frames give one row",
     "llava_next_video": "frames are pooled before the projector, which is in the engine",
     "video_llava": "they have a tower of their own, which is not in the bundle",
