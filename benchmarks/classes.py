@@ -69,6 +69,7 @@ OF_TYPES: Mapping[str, Mapping[str, object]] = {
     "diffusion_gemma": {
         **dict.fromkeys(("text_config.num_experts", "text_config.top_k_experts"), 2),
         "text_config.moe_intermediate_size": 64,
+        "canvas_length": 8,
     },
     "dots3_note": dict.fromkeys(
         (
@@ -118,6 +119,7 @@ OF_TYPES: Mapping[str, Mapping[str, object]] = {
     },
     "qwen3_omni_moe": {"enable_audio_output": False},
     "sam3_tracker_video": {"image_size": 336},
+    "step3p7": {"text_config.sliding_window": 64},
     "t5gemma2_encoder": {"text_config.dropout_rate": 0.0},
 }
 

@@ -60,7 +60,12 @@ def save(model: ir.Model, path: Path, weights: str) -> None:
 
     Patterns of the exporter's optimiser keep the last node that they were tried on, and with it the graph.
     """
-    ir.save(model, path, external_data=weights, size_threshold_bytes=1024)
+    # ONNX Runtime reads the sizes of a split while it infers shapes, and finds them in no other file.
+    cuts = (
+        constant_of(value) for node in model.graph if node.op_type == "Split" for value in node.inputs[1:]
+    )
+    inside = max([1024, *(sizes.nbytes + 1 for sizes in cuts if sizes is not None)])
+    ir.save(model, path, external_data=weights, size_threshold_bytes=inside)
     for value in model.graph.initializers.values():
         value.const_value = None
 

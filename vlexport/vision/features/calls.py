@@ -187,8 +187,9 @@ class Folded(FunctionMode):
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves = tree_leaves((args, kwargs))
-        # What is allocated empty is written to later.
-        if func is torch.empty or any(isinstance(leaf, SymInt) or _is_traced(leaf) for leaf in leaves):
+        # Floats that are allocated empty are written to later; integers are offsets of constants.
+        is_written = func is torch.empty and kwargs.get("dtype") not in (torch.int32, torch.int64)
+        if is_written or any(isinstance(leaf, SymInt) or _is_traced(leaf) for leaf in leaves):
             if (
                 func is Tensor.__getitem__
                 and isinstance(mask := args[1], Tensor)
