@@ -164,6 +164,9 @@ def pictures_of(
     values = {name: torch.cat([each[name] for each in pictures], axes.get(name, 0)) for name in rule.sizes}
     if not video:
         return values
+    if (frames := first(owner, "temporal_merge_size") or 1) > 1:
+        values["pixel_values"] = values["pixel_values"].repeat(frames, 1)
+        values["image_grid_thw"] = values["image_grid_thw"] * torch.tensor([frames, 1, 1])
     taken = inspect.signature(owner.get_video_features).parameters
     further = (
         {"num_frames_per_video": torch.ones(1, dtype=torch.int64)} if "num_frames_per_video" in taken else {}

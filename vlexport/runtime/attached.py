@@ -224,7 +224,6 @@ class _Features:
                 name for name in inspect.signature(self.owner.get_image_features).parameters if name in inputs
             ]
             self.hands_on, _ = self._reached(lambda: getattr(self.owner, VIDEOS)(*map(inputs.get, names)))
-            self.takes_videos = self.hands_on
         hooks = [
             part.register_forward_hook(lambda part, _, output: order.append((part, output)))
             for part in self.owner.children()
