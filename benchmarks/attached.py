@@ -171,8 +171,8 @@ def pictures_of(
     further = (
         {"num_frames_per_video": torch.ones(1, dtype=torch.int64)} if "num_frames_per_video" in taken else {}
     )
-    images = inspect.signature(owner.get_image_features).parameters
-    return {**dict(zip(taken, (values[name] for name in images if name in values), strict=False)), **further}
+    names = (name for name in inspect.signature(owner.get_image_features).parameters if name in values)
+    return {**dict(zip(taken, map(values.__getitem__, names), strict=False)), **further}
 
 
 def pixels_of(owner: Any, images: int, *, video: bool = False, config: Any = None) -> dict[str, Tensor]:
