@@ -316,6 +316,8 @@ def answers(model: Any, call: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Return the logits of a call, and tokens of a greedy answer or, of masked words, the likeliest."""
     writer = getattr(model, "thinker", model)
     starts = {"decoder_input_ids": call["input_ids"][:, :1]} if writer.config.is_encoder_decoder else {}
+    # Some begin with random tokens.
+    torch.manual_seed(0)
     with torch.inference_mode():
         logits = writer(**call, **starts).logits
         if not hasattr(writer, "generate"):
