@@ -176,9 +176,8 @@ def tiny_config(model_type: str, wanted: Callable[[str], bool], layers: slice) -
     config = shrunk(AutoConfig.for_model(model_type), wanted, layers)
     for place, value in OF_TYPES.get(model_type, {}).items():
         *parts, name = place.split(".")
-        is_config = isinstance(value, dict) and "model_type" in value
-        made = AutoConfig.for_model(**value) if is_config else value
-        setattr(reduce(getattr, parts, config), name, made)
+        part = AutoConfig.for_model(**value) if isinstance(value, dict) and "model_type" in value else value
+        setattr(reduce(getattr, parts, config), name, part)
     return config
 
 

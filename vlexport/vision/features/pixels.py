@@ -393,8 +393,8 @@ def cell_by_cell(pixels: Tensor, merge: int, rows: int, columns: int) -> Tensor:
     if pixels.ndim < 3:
         return pixels
     cells = pixels.unflatten(0, (-1, rows // merge, merge, columns // merge, merge))
-    rows: Tensor = cells.transpose(2, 3).reshape(len(pixels), -1)
-    return rows
+    rows_NP: Tensor = cells.transpose(2, 3).reshape(len(pixels), -1)
+    return rows_NP
 
 
 def longest_edge_rule(settings: Mapping[str, Any], *, patch: int, merge: int) -> PatchRule:
