@@ -323,7 +323,7 @@ def answers(model: Any, call: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         if not hasattr(writer, "generate"):
             return logits, logits.argmax(-1)
         tokens = writer.generate(**call, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False)
-    return logits, tokens
+    return logits, getattr(tokens, "sequences", tokens)
 
 
 def features(model: Any, call: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
