@@ -57,6 +57,8 @@ VIDEOS_APART = {
     "llava_next_video": "frames are pooled before the projector, which is in the engine",
     "video_llava": "they have a tower of their own, which is not in the bundle",
 }  # fmt: skip
+# Pixels that differ by 1e-6 change all eight tokens with their own tower too.
+SAMPLED = {"diffusion_gemma": "logits equal; tokens are sampled anew in each step, and follow its rounding"}
 JOINED = ("mistral_large4", "qianfan_ocr", "step3p7")
 MARKS = {
     "vision_start_token_id": 13, "vision_end_token_id": 14,
@@ -363,7 +365,8 @@ def attached(model_type: str, folder: Path, recipe: str | None = None) -> str:
             error = float((rows - own[name][0]).norm() / own[name][0].norm())
             if engine.session.num_calls - before < 1 + hasattr(model, "generate"):
                 problems.append(f"{name}: the engine was not called")
-            if error > NEAR or str(answer) != str(own[name][1]):
+            outcome = SAMPLED.get(model_type, outcome)
+            if error > NEAR or (model_type not in SAMPLED and str(answer) != str(own[name][1])):
                 problems.append(f"{name}: {'logits' if ask is answers else 'rows'} differ by {error:.1e}")
     if head is not None:
         outcome += f"; {head}, which writes text, calls its tower itself"

@@ -70,6 +70,7 @@ OF_TYPES: Mapping[str, Mapping[str, object]] = {
         **dict.fromkeys(("text_config.num_experts", "text_config.top_k_experts"), 2),
         "text_config.moe_intermediate_size": 64,
         "canvas_length": 8,
+        "text_config.vocab_size": 256,
     },
     "dots3_note": dict.fromkeys(
         (
