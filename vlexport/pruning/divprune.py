@@ -91,7 +91,9 @@ def _weights(embeds_TND: Tensor, question_D: Tensor | None) -> Tensor | None:
     """Return how much the distance of each row counts [T, N], by its likeness to the question."""
     if question_D is None:
         return None
-    likeness_R = snapped_likeness(embeds_TND.flatten(0, 1), question_D)
+    # Levels of a tower follow its embeddings in a row, and words have none.
+    rows_RD = embeds_TND.flatten(0, 1)[:, : len(question_D)]
+    likeness_R = snapped_likeness(rows_RD, question_D)
     least, most = likeness_R.amin(), likeness_R.amax()
     share_R = (likeness_R - least) * STEPS // (most - least).clamp_min(1)
     weights = torch.tensor(WEIGHTS, dtype=torch.float32, device=embeds_TND.device)
