@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from vlexport.errors import InputError, RequestError
+from vlexport.errors import InputError, RequestError, UnsupportedError
 from vlexport.report.overlay import (
     BAR,
     CAPTION,
@@ -170,6 +170,9 @@ def test_nothing_frames_of_another_form_and_a_place_that_cannot_be_written_are_r
         contact_sheet([])
     with pytest.raises(InputError, match="grid frames, rows, columns"):
         Film(title="video", frames=torch.zeros(2, 5, 5, 3), kept=torch.ones(4))
+    tiles = MediaReport(kind="image", grid=(1, 8, 4), num_tokens=8, num_kept=8, mask=torch.ones(8))
+    with pytest.raises(UnsupportedError, match=r"8 tokens of the image are no grid of \(1, 2, 1\)"):
+        films_of([tiles], [Pixels(kind="image", frames=torch.zeros(1, 5, 5, 3))], [], 4, {})
     with pytest.raises(RequestError, match=r"ends in \.png"):
         check_out(tmp_path / "sheet.jpg", "--overlay", ".png")
     with pytest.raises(RequestError, match=r"--overlay .*does not exist\. Make it first"):

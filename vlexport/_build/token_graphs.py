@@ -183,7 +183,7 @@ def eager_graphs(selector: str = "evs", reason: str = "") -> TokenGraphs:
 def planned_graphs(selector: str | None, device: str, cells: tuple[str, ...] = ()) -> GraphsIdentity:
     """Return which graphs a build on this machine makes for rows on a device; without a selector, none."""
     if selector is None:
-        return GraphsIdentity(reason="the family has no tokens to prune, and positions count up from 0")
+        return GraphsIdentity(reason="bundles of this recipe have no graphs between tower and decoder")
     if compiler() is None:
         return GraphsIdentity(selector=selector, reason="no C++ compiler where the bundle was built")
     if device == "cuda" and not torch.cuda.is_available():

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vlexport.errors import InputError
+from vlexport.errors import InputError, UnsupportedError
 from vlexport.runtime.outputs import Answer, MediaReport, provenance, writing
 from vlexport.runtime.pipeline import Pipeline
 from vlexport.runtime.preprocess import read_pixels
@@ -102,8 +102,13 @@ def films_of(
         shape = (item.grid[0], item.grid[1] // merge, item.grid[2] // merge)
         if item.mask is None:
             how, kept = "not pruned", torch.ones(shape, dtype=torch.bool)
-        else:
+        elif item.mask.numel() == math.prod(shape):
             how, kept = f"pruned by {rule}" if rule else "pruned", item.mask.reshape(shape)
+        else:
+            raise UnsupportedError(
+                f"overlay: {item.num_tokens} tokens of the {item.kind} are no grid of {shape}, so what they "
+                "show is not known. Leave overlay out."
+            )
         films.append(
             Film(
                 title=f"{item.kind}: {item.num_kept} of {item.num_tokens} tokens kept, "

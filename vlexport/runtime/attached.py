@@ -87,6 +87,7 @@ class Attached:
 
     def __init__(self, model: Any, features: _Features, *, keep_weights: bool) -> None:
         self.model, self.session, self.freed_bytes = model, features.session, 0
+        self.owner, self.packs = features.owner, features.packs
         self._features, self._freed = features, dict[str, nn.Parameter]()
         _check_source(model, self.session)
         ids = features.examine(model)
@@ -473,6 +474,9 @@ class _Features:
             own = (rows.reshape(count, len(like), -1).transpose(0, 1) for rows, like in pairs)
             positions = [rows[:, :1].expand(-1, count, -1) for rows in self.template[POSITIONS]]
             return type(self.template)(**{MAPS: type(maps)(own), POSITIONS: positions})
+        if sum(sizes) != len(embeds):
+            # Pruned.
+            sizes = [len(item.embeds) for item in self.local.encoded]
         name = next(name for name in ROWS if self.template.get(name) is not None)
         fields = {name: _like(self.template[name], embeds, sizes)}
         if levels:
@@ -505,5 +509,7 @@ def _like(own: Any, rows_ND: Tensor, sizes: Sequence[int]) -> Any:
     if not isinstance(own, Tensor):
         shape = own[0].shape[1:]
         return type(own)(part.reshape(-1, *shape) for part in rows_ND.split(list(sizes)))
-    is_flat = own.ndim == 2 and max(sizes) > 1
-    return rows_ND if is_flat else rows_ND.reshape(len(sizes), *own.shape[1:])
+    if own.ndim == 2 and max(sizes) > 1:
+        return rows_ND
+    is_whole = rows_ND.numel() == len(sizes) * own[0].numel()
+    return rows_ND.reshape(len(sizes), *own.shape[1:]) if is_whole else rows_ND[None]

@@ -23,7 +23,7 @@ from vlexport.runtime.embed import Embedder
 from vlexport.runtime.encoder import Encoder, EncoderOptions, EncoderOutput
 from vlexport.runtime.outputs import Answer, MediaReport, Piece, attempt_all, outcome_of, value_of
 from vlexport.runtime.preprocess import MediaReader, Preprocessor
-from vlexport.runtime.prompt import Prompter
+from vlexport.runtime.prompt import Prompter, question_ids
 from vlexport.runtime.proof import Prove
 from vlexport.runtime.prune import Pruner, PruningOptions
 from vlexport.runtime.request import Generation, MediaLevels, Request, RequestLimits, RequestState
@@ -128,8 +128,11 @@ class AnswerGenerator:
 
     def _question(self, request: Request) -> Tensor:
         """Return the mean embedding [D] of the words of a question."""
-        ids = self.preprocessor.prompter.question_ids(request)
-        return self.language.decoder.embed(torch.tensor(ids, dtype=torch.int64)).double().mean(0).float()
+        ids = question_ids(self.language.tokenizer, request)
+        return self.word_embeds(torch.tensor(ids, dtype=torch.int64)).double().mean(0).float()
+
+    def word_embeds(self, ids_N: Tensor) -> Tensor:
+        return self.language.decoder.embed(ids_N)
 
     def embed(self, state: RequestState) -> RequestState:
         return self.embedder.embed(state)

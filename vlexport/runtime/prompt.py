@@ -70,16 +70,6 @@ class Prompter:
             hidden=shield.hidden,
         )
 
-    def question_ids(self, request: Request) -> list[int]:
-        """Return the ids of what a request asks: its prompt, or the texts of its last message."""
-        text = request.prompt if request.raw_prompt is None else request.raw_prompt
-        if request.messages:
-            parts = _parts(request.messages[-1], len(request.messages) - 1)
-            text = "\n".join(
-                str(part["text"]) for part in parts if isinstance(part, Mapping) and "text" in part
-            )
-        return self.tokenizer.words(text or "")
-
     def expand(
         self, marked: MarkedPrompt, items: Sequence[PromptItem], limits: RequestLimits
     ) -> TokenizedPrompt:
@@ -130,6 +120,15 @@ class Prompter:
                 raise InputError(
                     f"{len(sources)} {kind}s given, the prompt has placeholders for {room}. {hint}"
                 )
+
+
+def question_ids(tokenizer: CheckpointTokenizer, request: Request) -> list[int]:
+    """Return the ids of what a request asks: its prompt, or the texts of its last message."""
+    text = request.prompt if request.raw_prompt is None else request.raw_prompt
+    if request.messages:
+        parts = _parts(request.messages[-1], len(request.messages) - 1)
+        text = "\n".join(str(part["text"]) for part in parts if isinstance(part, Mapping) and "text" in part)
+    return tokenizer.words(text or "")
 
 
 class TextBound:

@@ -63,9 +63,10 @@ class Pruner:
         """Return the rate, 0 for none; refused where the family has nothing to prune."""
         if rate is None:
             return 0.0
-        if check_rate(rate) and self.recipe.pruning_rule is None:
+        recipe = self.recipe
+        if check_rate(rate) and recipe.pruning_rule is None and recipe.pictures is None:
             raise UnsupportedError(
-                f"recipe '{self.recipe.name}' has no spatial video tokens to prune. Leave out prune."
+                f"recipe '{recipe.name}' has no spatial video tokens to prune. Leave out prune."
             )
         return rate
 
@@ -162,8 +163,10 @@ class Pruner:
         whole = torch.cat((item.embeds, *item.layers.values()), dim=-1) if item.layers else item.embeds
         is_own = selector is self.graphs.selection.selector
         graphs = self.graphs if is_own else self.graphs.pruning_by(selector)
-        selection, form = graphs.selection_for(whole, len(whole) // item.grid[0])
-        return _of_rows(item, prune_by(selection, whole, item.grid, self.merge, rate), form)
+        # Towers that are a class make any number of tokens of a grid.
+        frames, per_frame = item.grid[0], len(whole) // item.grid[0]
+        selection, form = graphs.selection_for(whole, per_frame)
+        return _of_rows(item, prune_by(selection, whole, (frames, 1, per_frame), 1, rate), form)
 
     def prune_part(self, item: Encoded, rate: float, selector: Selector) -> Encoded:
         """Return what is kept of a video of which the tower had some cells, by rows of all outputs."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 import torch
@@ -37,6 +37,8 @@ from vlexport.vision.features.pixels import Processor
 
 # What a model keeps of the last prompt's positions in itself.
 KEPT = "rope_deltas"
+# Inputs with a column for each token of a prompt.
+COLUMNS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 VIDEOS = (
     "videos given; transformers' processor of videos needs torchvision, which vlexport does not use. Give "
     "frames as images, or `encode` the video and use your own decoder."
@@ -73,7 +75,14 @@ class WholeModel:
         for part, value in zip(self._parts, kept or [None] * len(self._parts), strict=True):
             setattr(part, KEPT, value)
         outputs = self.model(**inputs, use_cache=True, logits_to_keep=1)
-        return outputs, [getattr(part, KEPT) for part in self._parts]
+        return outputs, self.kept()
+
+    def kept(self) -> list[object]:
+        return [getattr(part, KEPT) for part in self._parts]
+
+
+class _Placed(Exception):  # noqa: N818  not an error: a prompt has its positions
+    pass
 
 
 class ModelTurn:
@@ -86,18 +95,47 @@ class ModelTurn:
 
     def prompt(self, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Return the logits after a prompt, and its positions [R, N] as the model makes them."""
+        with self._positions() as seen:
+            logits_V = self._run(**inputs)
+        return logits_V, seen[0].flatten(0, -2) if seen else torch.arange(inputs["input_ids"].shape[1])[None]
+
+    def shortened(self, inputs: Mapping[str, Any], stays_N: Tensor) -> dict[str, Any]:
+        """Return inputs of what stays of a prompt.
+
+        Positions of one line close up. Others are those that the model gives the whole prompt, after which
+        the answer goes on.
+        """
+        with self._positions(alone=True) as seen:
+            self.decoder.run([], **inputs)
+        short = {name: value[:, stays_N] if name in COLUMNS else value for name, value in inputs.items()}
+        if not seen or bool((seen[0].diff() == 1).all()):
+            return short
+        offsets = self.decoder.kept()
+        if not offsets or not all(isinstance(offset, Tensor) for offset in offsets):
+            raise UnsupportedError(
+                f"{type(self.decoder.model).__name__}: positions are not one line, and the model keeps no "
+                f"'{KEPT}' by which they go on after a pruned prompt. Leave out prune."
+            )
+        self._kept = [cast("Tensor", offset) + (~stays_N).sum() for offset in offsets]
+        return {**short, "position_ids": seen[0][..., stays_N]}
+
+    @contextmanager
+    def _positions(self, *, alone: bool = False) -> Iterator[list[Tensor]]:
+        """Collect positions as the model gives them to its decoder, which is not run if they are `alone`."""
         seen: list[Tensor] = []
 
         def note(_: nn.Module, __: object, named: Mapping[str, Any]) -> None:
-            if not seen and isinstance(positions := named.get("position_ids"), Tensor):
-                seen.append(positions.flatten(0, -2))
+            if isinstance(positions := named.get("position_ids"), Tensor):
+                seen.append(positions)
+            if alone:
+                raise _Placed
 
         hook = self.decoder.model.get_decoder().register_forward_pre_hook(note, with_kwargs=True)
         try:
-            logits_V = self._run(**inputs)
+            with suppress(_Placed):
+                yield seen
         finally:
             hook.remove()
-        return logits_V, seen[0] if seen else torch.arange(inputs["input_ids"].shape[1])[None]
 
     def step(self, ids_N: Tensor, *_: object) -> Tensor:
         with self.decoder.lock:
@@ -230,10 +268,15 @@ class ModelAnswers(AnswerGenerator):
                 self.media.read("image", each, None, state.limits.media, state.pruning) for each in pixels
             )
             state.inputs = self._inputs(text, pixels)
-            ids = tuple(state.inputs["input_ids"][0].tolist())
-            state.prompt = TokenizedPrompt(ids=ids, placeholders=())
-            check_fits(state, self.decoder)
+            state.turn = self.decoder.begin(0)
+            self._set_prompt(state, is_last=not state.pruning.rate)
         return state
+
+    def _set_prompt(self, state: RequestState, *, is_last: bool) -> None:
+        ids = tuple(state.inputs["input_ids"][0].tolist())
+        state.prompt = TokenizedPrompt(ids=ids, placeholders=())
+        if is_last:
+            check_fits(state, self.decoder)
 
     def _text(self, request: Request, limits: RequestLimits) -> tuple[str, dict[str, list[Any]]]:
         bound = TextBound(self.language.tokenizer, limits)
@@ -275,14 +318,46 @@ class ModelAnswers(AnswerGenerator):
                 f"({' '.join(str(error).split())[:300]}). Check the number of images and of their places."
             ) from error
 
+    def word_embeds(self, ids_N: Tensor) -> Tensor:
+        embeds_ND: Tensor = self.decoder.model.get_input_embeddings()(ids_N).detach()
+        return embeds_ND
+
+    def prune(self, state: RequestState) -> RequestState:
+        """Drop rows, and their places in the prompt."""
+        whole = state.encoded
+        state = super().prune(state)
+        if any(item.mask is not None for item in state.encoded):
+            stays_N, turn = self._stays(state), cast("ModelTurn", state.turn)
+            with state.timing("positions"), self.decoder.lock, self.attached.taking(whole):
+                state.inputs = turn.shortened(state.inputs, stays_N)
+        if state.pruning.rate:
+            self._set_prompt(state, is_last=True)
+        return state
+
+    def _stays(self, state: RequestState) -> Tensor:
+        """Return which tokens of the prompt stay: all but the places of dropped rows."""
+        owner, ids_N = self.attached.owner, state.inputs["input_ids"][0]
+        ids = [getattr(owner.config, f"{kind}_token_id", None) for kind in KINDS]
+        is_place_N = torch.isin(ids_N, torch.tensor([place for place in ids if place is not None]))
+        wholes = (torch.ones(len(item.embeds), dtype=torch.bool) for item in state.encoded)
+        masks = zip(state.encoded, wholes, strict=True)
+        stays_R = torch.cat([whole if item.mask is None else item.mask.cpu() for item, whole in masks])
+        # Classes that pack tiles also cut rows away: equal numbers say nothing there.
+        if self.attached.packs or int(is_place_N.sum()) != len(stays_R):
+            raise UnsupportedError(
+                f"prune given; {type(owner).__name__} has {int(is_place_N.sum())} places in the prompt for "
+                f"{len(stays_R)} rows of the engine, which it puts together with rows of its own. Leave out "
+                "prune."
+            )
+        return torch.ones_like(is_place_N).masked_scatter(is_place_N, stays_R)
+
     def embed(self, state: RequestState) -> RequestState:
         """Leave it to the model, which embeds and places a prompt as it is prefilled."""
         return state
 
     def prefill(self, state: RequestState) -> RequestState:
-        state.turn = turn = self.decoder.begin(len(state.prompt.ids))
         with state.timing("prefill"), self.decoder.lock, self.attached.taking(state.encoded):
-            state.logits, table_RN = turn.prompt(state.inputs)
+            state.logits, table_RN = cast("ModelTurn", state.turn).prompt(state.inputs)
         state.positions = PromptPositions(table_RN=table_RN, delta=delta_of(table_RN))
         del state.inputs
         return state
