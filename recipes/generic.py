@@ -17,11 +17,13 @@ from vlexport.vision.features.pixels import ImageRule, PictureRule, Processor, p
 from vlexport.vision.features.stock import StockFeatures
 from vlexport.vision.features.tower import PATCHES, PICTURE, PLAIN, STRIP, FeatureTower, examined
 from vlexport.vision.position_tables import Table
-from vlexport.vision.preprocess import PatchRule
+from vlexport.vision.preprocess import PatchRule, by_volume
 
 PREFIX = "features."
 # Processors whose bounds of an area are those of a frame, and of several frames together.
 AREA, VOLUME = "Qwen2VLImageProcessor", ("Glm4vImageProcessor", "Glm46VImageProcessor")
+# Processors of videos whose bounds are those of all frames together.
+CLIP_VOLUME = ("Qwen3VLVideoProcessor",)
 UNITS = ("patch_size", "merge_size", "temporal_patch_size")
 
 
@@ -68,6 +70,8 @@ class Config:
         if isinstance(rule := facts["rule"], PatchRule):
             cell = rule.patch * rule.merge if facts["form"] == STRIP else rule.patch
             processor = processor.cut_into(dict(zip(UNITS, (cell, rule.merge, rule.temporal), strict=True)))
+            if video.get("video_processor_type") in CLIP_VOLUME:
+                facts["rule"] = by_volume(rule, video)
         return cls(
             model_type=checkpoint.model_type,
             settings=cast("JsonObject", checkpoint.config),
