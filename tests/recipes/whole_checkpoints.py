@@ -96,11 +96,31 @@ WHOLE: dict[str, tuple[dict[str, Any], dict[str, str], str, dict[str, Any], dict
         {},
     ),
 }  # fmt: skip
+# What a video is in a chat, processor of videos.
+CLIPS: dict[str, tuple[str, dict[str, Any]]] = {
+    "internvl": ("<video>", {"video_processor_type": "InternVLVideoProcessor", "size": SIDE}),
+    "llava_onevision": ("<video>", {"video_processor_type": "LlavaOnevisionVideoProcessor", "size": SIDE}),
+    "qwen2_5_vl": (
+        "<|vision_start|><|video_pad|><|vision_end|>",
+        {
+            "video_processor_type": "Qwen2VLVideoProcessor", **CELLS,
+            "size": {"shortest_edge": 3136, "longest_edge": 50176},
+        },
+    ),
+    "qwen3_vl": (
+        "<|vision_start|><|video_pad|><|vision_end|>",
+        {
+            "video_processor_type": "Qwen3VLVideoProcessor", **CELLS, "patch_size": 16,
+            "size": {"shortest_edge": 4096, "longest_edge": 262144},
+        },
+    ),
+}  # fmt: skip
 CHAT = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
-    "{% for part in message['content'] %}{% if part['type'] == 'image' %}PICTURE{% else %}{{ part['text'] }}"
-    "{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'image' %}PICTURE"
+    "{% elif part['type'] == 'video' %}CLIP{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
@@ -110,8 +130,9 @@ def write_whole(model_type: str, folder: Path) -> Path:
     from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
     settings, tokens, picture, pixels, both = WHOLE[model_type]
+    clip, frames = CLIPS.get(model_type, ("", {}))
     tokenizer = AutoTokenizer.from_pretrained(TOKENIZER, extra_special_tokens=tokens)
-    tokenizer.chat_template = CHAT.replace("PICTURE", picture)
+    tokenizer.chat_template = CHAT.replace("PICTURE", picture).replace("CLIP", clip)
     ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in tokens.items()}
     image = ids.get("image_token", ids.get("context_image_token"))
     named = {
@@ -129,6 +150,8 @@ def write_whole(model_type: str, folder: Path) -> Path:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps({**PIXELS, **pixels}))
+    if frames:
+        (folder / "video_preprocessor_config.json").write_text(json.dumps({**PIXELS, **frames}))
     if both:
         (folder / "processor_config.json").write_text(json.dumps(both))
     return folder

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from packaging.version import Version
+from PIL import Image
 from transformers import AutoModelForImageTextToText
 
 import vlexport
+from benchmarks.classes import PIXELS
 from tests.cli.lines import vlexport as command
-from tests.recipes.whole_checkpoints import WHOLE, photographs, write_whole
+from tests.recipes.whole_checkpoints import CLIPS, WHOLE, photographs, write_whole
 from vlexport._build.build import build_checkpoint
 from vlexport._build.request import request
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import InputError, LimitError, MisfitError, UnsupportedError
+from vlexport.runtime.request import Request
 
 pytestmark = pytest.mark.skipif(
     Version(transformers.__version__) < Version("5.20"), reason="classes as transformers 5.23 has them"
@@ -24,6 +28,8 @@ pytestmark = pytest.mark.skipif(
 QUESTION = "What is this?"
 TOKENS = 8
 FRAMES = torch.zeros(4, 32, 32, 3, dtype=torch.uint8)
+# Pairs of equal frames: of each an image processor makes the rows of a video.
+CLIP = np.stack([np.asarray(photographs()[index].resize((120, 90))) for index in (0, 0, 2, 2)])
 
 
 def built(model_type: str, folder, recipe: str = "generic"):
@@ -88,6 +94,48 @@ def pruned_by_hand(
     return ids[0, stays].tolist(), tokens
 
 
+def clip_by_hand(source, processor: Any, model_type: str) -> tuple[list[int], list[int]]:
+    """Return prompt and answer of transformers alone about a video and a picture, by its parts."""
+    clip, picture, tokenizer = CLIPS[model_type][0], WHOLE[model_type][2], processor.tokenizer
+    parts = [{"type": "video"}, {"type": "image"}, {"type": "text", "text": QUESTION}]
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": parts}], tokenize=False, add_generation_prompt=True
+    )
+    before, after = text.split(clip + picture)
+    shown = processor(text=[picture], images=photographs()[:1], return_tensors="pt")
+    if model_type.startswith("qwen"):
+        made = [processor.image_processor(frame, return_tensors="pt") for frame in CLIP[::2]]
+        _, rows, columns = made[0]["image_grid_thw"][0].tolist()
+        places = "<|video_pad|>" * (rows * columns // 4)
+        shown["pixel_values_videos"] = torch.cat([frame["pixel_values"] for frame in made])
+        shown["video_grid_thw"] = torch.tensor([[2, rows, columns]])
+        timed = (f"<{time} seconds><|vision_start|>{places}<|vision_end|>" for time in ("0.2", "1.2"))
+        written = clip.replace("<|video_pad|>", "".join(timed) if model_type == "qwen3_vl" else 2 * places)
+        if model_type == "qwen2_5_vl":
+            shown["second_per_grid_ts"] = torch.tensor([1.0])
+    else:
+        mean, std = (torch.tensor(PIXELS[name])[:, None, None] for name in ("image_mean", "image_std"))
+        small = [np.asarray(Image.fromarray(frame).resize((32, 32), 3)) for frame in CLIP]
+        frames = (torch.tensor(np.stack(small)).permute(0, 3, 1, 2) / 255 - mean) / std
+        written = "<video>" * (4 * 4 + 1)
+        if model_type == "internvl":
+            written = "\n".join(f"Frame{n}: <img>{'<IMG_CONTEXT>' * 4}</img>" for n in (1, 2, 3, 4))
+            shown["pixel_values"] = torch.cat([frames, shown["pixel_values"]])
+        else:
+            shown["pixel_values_videos"] = frames[None]
+    first, last = (
+        tokenizer(words, add_special_tokens=False).input_ids for words in (before + written, after)
+    )
+    ids = torch.tensor([[*first, *shown["input_ids"][0].tolist(), *last]])
+    model = AutoModelForImageTextToText.from_pretrained(source).eval()
+    shown |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if "mm_token_type_ids" in shown:
+        config = model.config
+        shown["mm_token_type_ids"] = 1 * (ids == config.image_token_id) + 2 * (ids == config.video_token_id)
+    tokens = model.generate(**shown, max_new_tokens=TOKENS, do_sample=False)[0].tolist()
+    return ids[0].tolist(), tokens[ids.shape[1] :]
+
+
 @pytest.mark.parametrize(
     "model_type",
     [
@@ -100,7 +148,7 @@ def pruned_by_hand(
         ),
     ],
 )
-def test_answers_about_pictures_are_those_of_transformers(model_type, tmp_path):
+def test_answers_are_those_of_transformers(model_type, tmp_path):
     source, bundle = built(model_type, tmp_path)
     with vlexport.load(bundle.path, decoder=str(source)) as pipeline:
         processor = pipeline.require_generator().language.decoder.processor  # type: ignore[attr-defined]
@@ -110,6 +158,23 @@ def test_answers_about_pictures_are_those_of_transformers(model_type, tmp_path):
             assert (list(answer.prompt_token_ids), list(answer.token_ids)) == (prompt, tokens)
             assert answer.positions.shape[1] == len(prompt)
             assert len(answer.media) == len(images)
+        parts = [{"type": "video"}, {"type": "image"}, {"type": "text", "text": QUESTION}]
+        asked = Request.of(
+            [{"role": "user", "content": parts}],
+            images=photographs()[:1],
+            videos=[CLIP],
+            fps=2.0,
+            max_new_tokens=TOKENS,
+        )
+        if model_type in CLIPS:
+            answer = pipeline.generate(asked)
+            prompt, tokens = clip_by_hand(source, processor, model_type)
+            assert (list(answer.prompt_token_ids), list(answer.token_ids)) == (prompt, tokens)
+            assert [item.kind for item in answer.media] == ["video", "image"]
+        else:
+            refusal = "resizes videos is not known" if model_type == "glm4v" else "Gemma3Processor has none"
+            with pytest.raises((InputError, UnsupportedError), match=refusal):
+                pipeline.generate(asked)
         pruned: Any = {"images": photographs(), "prune": 0.5, "method": "divprune"}
         if model_type == "llava_onevision":
             with pytest.raises(UnsupportedError, match="192 places in the prompt for 208 rows"):
@@ -127,19 +192,30 @@ def test_answers_about_pictures_are_those_of_transformers(model_type, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["qwen3_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.full)])
 def test_pruned_answers_are_those_of_the_recipe(model_type, tmp_path):
-    answers = []
+    answers, grids = [], []
     for recipe in ("generic", model_type):
         source, bundle = built(model_type, tmp_path, recipe)
         with vlexport.load(bundle.path, decoder=str(source)) as pipeline:
-            # `relevance` takes words of the question; no text follows a picture that is higher than wide.
-            answers.append(
-                [
-                    pipeline.generate(
-                        QUESTION, images=photographs(), prune=rate, method=method, max_new_tokens=TOKENS
-                    )
-                    for method, rate in (("divprune", 0.5), ("relevance", 0.7))
-                ]
-            )
+            # `relevance` takes words of the question; no text follows what is higher than wide.
+            asked: list[Any] = [
+                {"images": photographs(), "prune": 0.5, "method": "divprune"},
+                {"images": photographs(), "prune": 0.7, "method": "relevance"},
+                {"videos": [CLIP], "fps": 2.0, "prune": 0.5},
+                {
+                    "videos": [CLIP],
+                    "fps": 2.0,
+                    "images": photographs()[:1],
+                    "prune": 0.5,
+                    "method": "divprune",
+                },
+            ]
+            answers.append([pipeline.generate(QUESTION, **each, max_new_tokens=TOKENS) for each in asked])
+            if recipe == "generic":
+                with pytest.raises(UnsupportedError, match=r"a frame rate is expected.*Pass fps"):
+                    pipeline.generate(QUESTION, videos=[CLIP])
+            # More pixels than the bound of a whole video.
+            grids.append(pipeline.encode(CLIP.repeat(6, 0), fps=2.0).grid)
+    assert grids[0] == grids[1]
     for generic, own in zip(*answers, strict=True):
         assert (generic.prompt_token_ids, generic.token_ids) == (own.prompt_token_ids, own.token_ids)
         assert torch.equal(generic.positions, own.positions)
@@ -183,7 +259,7 @@ def test_the_engine_and_not_the_own_tower_gives_the_rows(tiles):
     ("options", "kind", "words"),
     [
         ({"prune_before": "static:0.5"}, UnsupportedError, "whole items"),
-        ({"videos": [FRAMES], "fps": 2.0}, UnsupportedError, "as images"),
+        ({"videos": [FRAMES, FRAMES[:2]], "fps": 2.0}, UnsupportedError, "as many frames in each"),
         ({"max_new_tokens": 5000}, LimitError, "the decoder takes 4096"),
         ({"generation": vlexport.Generation(prefill_chunk=4)}, UnsupportedError, "prefill_chunk"),
     ],

@@ -29,6 +29,7 @@ from vlexport.vision.features.tower import GRIDS, MERGES, NESTED, PATCHES, PICTU
 from vlexport.vision.preprocess import cut
 
 VIDEOS = "get_video_features"
+MEDIA = {METHOD: "image", VIDEOS: "video"}
 PIXELS = ("pixel_values", "pixel_values_images", "pixel_values_videos")
 SIZES = ("image_grid_thw", "video_grid_thw", "image_sizes", "pixel_attention_mask", "spatial_shapes")
 # Fields of outputs that follow from pixels; others may be constants of the class.
@@ -380,7 +381,7 @@ class _Features:
                 f"{self.name}: videos take another way than images, which the engine does not have. Pass "
                 "frames as images, or detach."
             )
-        bound = signature.bind(*args, **kwargs).arguments
+        bound, self.local.kind = signature.bind(*args, **kwargs).arguments, MEDIA[name]
         further = bound.pop("kwargs", {})
         for key, value in {**bound, **further}.items():
             chosen = (key in bound and not self.packs) or key.startswith(
@@ -451,12 +452,19 @@ class _Features:
             )
         return to_rows(images.float(), self.packing.rule.patch), [(1, across, across)] * len(images)
 
+    def _taken(self) -> Sequence[Encoded] | None:
+        """Return the items of this call if their rows are at hand; a class's only method takes all."""
+        encoded: Sequence[Encoded] | None = getattr(self.local, "encoded", None)
+        if encoded is None or not hasattr(self.owner, VIDEOS):
+            return encoded
+        return [item for item in encoded if item.kind == self.local.kind]
+
     def _rows(self, patches: Tensor, grids: Sequence[Grid]) -> Iterator[Tensor]:
         """Yield the engine's outputs in the model's dtype."""
-        encoded: Sequence[Encoded] | None = getattr(self.local, "encoded", None)
-        if encoded is not None:
+        taken = self._taken()
+        if taken is not None:
             for name in self.packing.outputs:
-                rows = [item.layers.get(name, item.embeds) for item in encoded]
+                rows = [item.layers.get(name, item.embeds) for item in taken]
                 yield torch.cat(rows).to(self.owner.dtype)
             return
         rows_ND = self.session.run_packed(patches, grids).to(self.owner.dtype)
@@ -476,7 +484,7 @@ class _Features:
             return type(self.template)(**{MAPS: type(maps)(own), POSITIONS: positions})
         if sum(sizes) != len(embeds):
             # Pruned.
-            sizes = [len(item.embeds) for item in self.local.encoded]
+            sizes = [len(item.embeds) for item in self._taken() or ()]
         name = next(name for name in ROWS if self.template.get(name) is not None)
         fields = {name: _like(self.template[name], embeds, sizes)}
         if levels:

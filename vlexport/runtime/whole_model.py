@@ -9,9 +9,13 @@ N prompt tokens.
 from __future__ import annotations
 
 import importlib
+import math
+import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from copy import copy
+from operator import itemgetter
 from typing import Any, cast
 
 import torch
@@ -25,7 +29,7 @@ from vlexport.positions.rules import PromptPositions, delta_of
 from vlexport.recipe import PromptRule
 from vlexport.runtime.attached import attach_session
 from vlexport.runtime.decoder import DecoderOptions, Language, end_ids
-from vlexport.runtime.encoder import Encoder
+from vlexport.runtime.encoder import Encoder, EngineSession, Grid
 from vlexport.runtime.generate import AnswerGenerator, RuntimeOptions
 from vlexport.runtime.preprocess import MediaReader, check_fits, read_pixels, started
 from vlexport.runtime.prompt import TextBound, chat_of
@@ -34,15 +38,12 @@ from vlexport.runtime.request import KINDS, Request, RequestLimits, RequestState
 from vlexport.runtime.tokenizer import CheckpointTokenizer, Shield
 from vlexport.specs import Pixels
 from vlexport.vision.features.pixels import Processor
+from vlexport.vision.features.tower import GRIDS, IMAGES
 
 # What a model keeps of the last prompt's positions in itself.
 KEPT = "rope_deltas"
 # Inputs with a column for each token of a prompt.
 COLUMNS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
-VIDEOS = (
-    "videos given; transformers' processor of videos needs torchvision, which vlexport does not use. Give "
-    "frames as images, or `encode` the video and use your own decoder."
-)
 
 
 class WholeModel:
@@ -243,6 +244,46 @@ def _processor(checkpoint: Checkpoint, tokenizer: CheckpointTokenizer, pictures:
     return processor
 
 
+class _Videos:
+    """Videos of which the engine has the rows, in the place of a processor that needs torchvision.
+
+    Their shapes and times are what the processor of text writes places and times by.
+    """
+
+    model_input_names = ("pixel_values_videos", "video_grid_thw")
+
+    def __init__(self, session: EngineSession, clips: Sequence[Pixels], grids: Sequence[Grid]) -> None:
+        packing: Any = session.packing
+        rule, form = packing.rule, session.config.form
+        self.merge_size, self.temporal_patch_size = packing.merge, getattr(rule, "temporal", 1)
+        if form == GRIDS and all(clip.frames_per_second for clip in clips):
+            pixels = torch.zeros(sum(map(math.prod, grids)), 0)
+        elif form == IMAGES and len({frames for frames, *_ in grids}) == 1:
+            pixels = torch.zeros(1).expand(len(grids), grids[0][0], 3, rule.side, rule.side)
+        else:
+            raise UnsupportedError(
+                f"videos given to a model that takes {form}; where that is grids, a frame rate is expected, "
+                "where it is images, as many frames in each. Pass fps, or frames as images."
+            )
+        self.fields = {"pixel_values_videos": pixels, "video_metadata": list(map(_times, clips))}
+        if form == GRIDS:
+            self.fields["video_grid_thw"] = torch.tensor(grids)
+
+    def __call__(self, *_: object, **__: object) -> dict[str, Any]:
+        return dict(self.fields)
+
+
+def _times(clip: Pixels) -> Any:
+    """Return times of frames, as numbers of frames of one second."""
+    from transformers.video_utils import VideoMetadata
+
+    rate = clip.frames_per_second or 1.0
+    numbers = range(clip.first, clip.first + len(clip.frames))
+    seconds: Any = list(clip.seconds) or [number / rate for number in numbers]
+    count: Any = len(clip.frames) / rate
+    return VideoMetadata(total_num_frames=count, fps=1.0, frames_indices=seconds)
+
+
 class ModelAnswers(AnswerGenerator):
     """A tower and a whole model that answer together, step by step."""
 
@@ -261,13 +302,14 @@ class ModelAnswers(AnswerGenerator):
                     "prefill_chunk given; a whole model takes its prompt at once. Leave it out."
                 )
             text, sources = self._text(request, state.limits)
-            if sources["video"]:
-                raise UnsupportedError(VIDEOS)
-            pixels = [read_pixels("image", source, None, state.limits.media) for source in sources["image"]]
+            pixels = [
+                read_pixels(kind, source, request.fps, state.limits.media)
+                for kind, source in self._in_order(text, sources)
+            ]
             state.media = tuple(
-                self.media.read("image", each, None, state.limits.media, state.pruning) for each in pixels
+                self.media.read(each.kind, each, None, state.limits.media, state.pruning) for each in pixels
             )
-            state.inputs = self._inputs(text, pixels)
+            state.inputs = self._inputs(text, pixels, [entry.item.grid for entry in state.media])
             state.turn = self.decoder.begin(0)
             self._set_prompt(state, is_last=not state.pruning.rate)
         return state
@@ -301,21 +343,45 @@ class ModelAnswers(AnswerGenerator):
             )
         return text, sources
 
-    def _inputs(self, text: str, pixels: Sequence[Pixels]) -> Mapping[str, Any]:
+    def _in_order(self, text: str, sources: Mapping[str, Sequence[Any]]) -> list[tuple[str, Any]]:
+        """Return media with their kinds as a prompt has them."""
+        placed: list[tuple[int, str, Any]] = []
+        for kind, given in sources.items():
+            token = getattr(self.decoder.processor, f"{kind}_token", None) or "\0"
+            at = [match.start() for match in re.finditer(re.escape(token), text)]
+            # Where the numbers differ, the processor refuses them or has other places.
+            places = at if len(at) == len(given) else range(len(given))
+            placed += ((place, kind, source) for place, source in zip(places, given, strict=True))
+        return [(kind, source) for _, kind, source in sorted(placed, key=itemgetter(0))]
+
+    def _inputs(self, text: str, pixels: Sequence[Pixels], grids: Sequence[Grid]) -> Mapping[str, Any]:
         # As transformers tells whether a rendered chat has its first token already.
         first = self.language.tokenizer.fast.bos_token
         adds = not (first and text.startswith(first))
-        pictures = [Image.fromarray(each.frames[0].numpy()) for each in pixels]
+        pictures = [Image.fromarray(each.frames[0].numpy()) for each in pixels if each.kind == "image"]
+        videos = [pair for pair in zip(pixels, grids, strict=True) if pair[0].kind == "video"]
+        processor = self.decoder.processor
+        if videos:
+            processor = copy(processor)
+            if not (hasattr(processor, "video_processor") and getattr(processor, "video_token", None)):
+                raise UnsupportedError(
+                    f"videos given; transformers' {type(processor).__name__} has none. Give frames as images."
+                )
+            processor.video_processor = _Videos(self.encoder.session, *zip(*videos, strict=True))
         try:
             return dict(
-                self.decoder.processor(
-                    text=[text], images=pictures or None, return_tensors="pt", add_special_tokens=adds
+                processor(
+                    text=[text],
+                    images=pictures or None,
+                    videos=[clip.frames for clip, _ in videos] or None,
+                    return_tensors="pt",
+                    add_special_tokens=adds,
                 )
             )
         except UNEXPECTED as error:
             raise InputError(
-                f"prompt with {len(pixels)} images: the model's processor does not take it "
-                f"({' '.join(str(error).split())[:300]}). Check the number of images and of their places."
+                f"prompt with {len(pictures)} images and {len(videos)} videos: the model's processor does "
+                f"not take it ({' '.join(str(error).split())[:300]}). Check their number and their places."
             ) from error
 
     def word_embeds(self, ids_N: Tensor) -> Tensor:
