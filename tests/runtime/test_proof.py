@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -21,7 +23,7 @@ from PIL import Image
 from tests.cli.lines import vlexport
 from tests.runtime.recorded import CHECKPOINT
 from vlexport import RuntimeOptions, load
-from vlexport.backends import Engine, Options, onnxruntime
+from vlexport.backends import Engine, Options, find_backend, onnxruntime
 from vlexport.bundle import Bundle
 from vlexport.bundle.files import record_of
 from vlexport.bundle.trust import Proved, Trust
@@ -33,6 +35,7 @@ from vlexport.runtime.outputs import digest_of, rows_of
 from vlexport.runtime.proof import CALLS, CHECK, JOB, ProofResult, prove
 from vlexport.runtime.request import EncoderInput
 
+NO_OPENVINO = find_backend("openvino").missing()
 Plant = Callable[[onnx.ModelProto], None]
 # A module that is None cannot be imported.
 ALONE = """
@@ -281,6 +284,44 @@ def test_faults_planted_in_a_stored_engine_are_refused_by_it_and_by_the_program_
     assert len(planted) >= 60
     assert len(missed) <= len(planted) // 30, missed
     assert differing == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(NO_OPENVINO is not None, reason=str(NO_OPENVINO))
+def test_scales_of_other_rows_are_refused_in_integers(tmp_path: Path) -> None:
+    openvino = importlib.import_module("openvino")
+    words = ("--backend", "openvino", "--quantize", "int8", "--output-dir", tmp_path)
+    ran = vlexport("build", CHECKPOINT, *words)
+    assert ran.code == 0, ran.err
+    built = Bundle.open(ran.lines[-1])
+    with open_engine(built) as engine:
+        assert prove(built, engine).problem == ""
+
+    def scales(model: Any) -> Iterator[Any]:
+        for node in model.get_ordered_ops():
+            rows = [port.get_source_output().get_node() for port in node.inputs()]
+            if [row.get_type_name() for row in rows] == ["Convert", "Reshape"]:
+                yield rows[1].input(0).get_source_output().get_node()
+
+    count = len(list(scales(openvino.Core().read_model(built.path / "model.xml"))))
+    missed = []
+    for number in range(count):
+        path = shutil.copytree(built.path, tmp_path / str(number))
+        model = openvino.Core().read_model(built.path / "model.xml")
+        scale = list(scales(model))[number]
+        other = openvino.op.Constant(np.roll(scale.data, 1))
+        scale.output(0).replace(other.output(0))
+        for name in ("model.xml", "model.bin"):
+            (path / name).unlink()
+        openvino.save_model(model, path / "model.xml", compress_to_fp16=False)
+        faulty = rehashed(path)
+        with open_engine(faulty) as engine:
+            problem = prove(faulty, engine).problem
+        if not problem or checked_alone(path).returncode != 3:
+            missed.append(scale.get_friendly_name())
+        shutil.rmtree(path)
+    assert count >= 20
+    assert missed == []
 
 
 def test_a_failed_proof_names_call_output_and_bound_and_nothing_opens(
