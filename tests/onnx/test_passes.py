@@ -21,7 +21,7 @@ from vlexport.backends import Options, find_backend
 from vlexport.onnx import attention, fusions, passes, to_onnx
 
 # Two norms a block and one in the merger; queries and keys turn separately.
-EXPECTED = {"norm": 2 * DEPTH + 1, "gated_unit": DEPTH, "rotary": 2 * DEPTH}
+EXPECTED = {"norm": 2 * DEPTH + 1, "gated_unit": DEPTH, "rotary": 2 * DEPTH, "rotary_turned": 0}
 # Other kernels, other summation orders: 6e-7 measured on outputs of size 1.
 ROUNDING = 5e-6
 
@@ -69,6 +69,40 @@ def test_a_fusion_applies_everywhere_and_changes_no_result(model, inputs, name):
     before = run(model, inputs)
     assert fusions.fuse(model, name) == EXPECTED[name]
     torch.testing.assert_close(run(model, inputs), before, atol=ROUNDING, rtol=0)
+
+
+TURNED = """
+<ir_version: 10, opset_import: ["": 18]>
+turned (float[N, 2, 8] x, float[N, 4] angles, float[N, 4] others) => (float[N, 2, 8] out)
+<int64[1] zero = {0}, int64[1] four = {4}, int64[1] end = {9223372036854775807}, int64[1] last = {2},
+ int64[1] one = {1}, int64[1] middle = {-2}> {
+    both = Concat <axis = -1> (angles, %s)
+    cosines = Cos(both)
+    sines = Sin(both)
+    cos = Unsqueeze(cosines, middle)
+    sin = Unsqueeze(sines, middle)
+    first = Slice(x, zero, four, last, one)
+    second = Slice(x, four, end, last, one)
+    minus = Neg(second)
+    swapped = Concat <axis = -1> (minus, first)
+    straight = Mul(x, cos)
+    across = Mul(swapped, sin)
+    out = Add(straight, across)
+}
+"""
+
+
+@pytest.mark.parametrize(("second", "count"), [("angles", 1), ("others", 0)])
+def test_rows_turned_by_tables_of_equal_halves_are_one_operator(second: str, count: int) -> None:
+    source = onnx.shape_inference.infer_shapes(onnx.parser.parse_model(TURNED % second))
+    draw = torch.Generator().manual_seed(0)
+    shapes = {"x": (5, 2, 8), "angles": (5, 4), "others": (5, 4)}
+    inputs = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+    model = ir.from_proto(source)
+    before = run(model, inputs, "out")
+    assert fusions.fuse(model, "rotary_turned") == count
+    assert [node.op_type for node in model.graph].count("RotaryEmbedding") == count
+    torch.testing.assert_close(run(model, inputs, "out"), before, atol=ROUNDING, rtol=0)
 
 
 def test_the_fused_attention_equals_the_portable_one(model, inputs):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any
 
+import onnx
 import pytest
 import torch
 import transformers
@@ -17,7 +19,9 @@ from vlexport.recipes import generic
 from benchmarks.classes import PIXELS, random_state, tiny, tried, write_checkpoint
 from tests.cli.lines import vlexport
 from vlexport._build.build import build_checkpoint
+from vlexport._build.export import export
 from vlexport._build.request import request
+from vlexport.backends import find_backend
 from vlexport.checkpoint import Checkpoint
 from vlexport.codec import canonical, decode, encode, parse
 from vlexport.errors import CheckpointError, InputError
@@ -174,6 +178,21 @@ def test_a_picture_of_one_shape_gives_the_rows_of_the_class_and_others_are_refus
 def test_a_bundle_passes_and_encodes_a_mix_that_was_not_traced(model_type, tmp_path):
     found = tried(model_type, tmp_path)
     assert found["exports"], found
+
+
+@pytest.mark.slow
+def test_a_traced_class_runs_the_kernels_of_the_recipe_that_is_written_for_it(tmp_path):
+    checkpoint = Checkpoint.open(write_checkpoint("qwen2_5_vl", tmp_path / "tiny"))
+    backend, counts = find_backend("onnxruntime"), []
+    for name in ("qwen2_5_vl", "generic"):
+        (tmp_path / name).mkdir()
+        graph = export(recipe_for(checkpoint, name), checkpoint, form=backend.form)
+        backend.build(graph, backend.options(), tmp_path / name)
+        nodes = onnx.load(tmp_path / name / "model.onnx", load_external_data=False).graph.node
+        counts.append(Counter(node.op_type for node in nodes))
+    for kernel in ("Gemm", "MatMul", "Conv", "RotaryEmbedding", "SegmentAttention", "Mul", "Add", "Neg"):
+        assert counts[0][kernel] == counts[1][kernel], kernel
+    assert counts[0]["RotaryEmbedding"] > 0
 
 
 ROUNDED = (

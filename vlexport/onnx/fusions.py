@@ -74,6 +74,55 @@ class _RotaryHalves(RewriteRuleClassBase):
         return op.Reshape(turned, op.Constant(value_ints=[-1, heads, width]))
 
 
+class _RotaryHalfTurned(RewriteRuleClassBase):
+    """The same as `x * cos + (-second, first) * sin`, where each table has its half twice."""
+
+    def pattern(self, op, x, cos, sin, begin, half, end, axis, step):
+        first = op.Slice(x, begin, half, axis, step)
+        second = op.Slice(x, half, end, axis, step)
+        return op.Add(op.Mul(x, cos), op.Mul(op.Concat(op.Neg(second), first, axis=-1), sin))
+
+    def check(self, op, x, cos, sin, begin, half, end, axis, step, **_):
+        match = MatchResult()
+        if x.shape is None or len(x.shape) != 3 or not isinstance(width := x.shape[2], int):
+            match.fail("x is not [rows, heads, width]")
+        elif [*map(_scalar, (begin, half, axis, step))] != [0, width / 2, 2, 1] or (
+            _scalar(end) or 0
+        ) < width:
+            match.fail("x is not cut in the middle")
+        elif not all(_is_doubled(table, width) for table in (cos, sin)):
+            match.fail("the tables are not one row per token whose halves are equal")
+        return match
+
+    def rewrite(self, op, x, cos, sin, begin, half, step, **_):
+        _, heads, width = x.shape
+        rows, last = (
+            op.Reshape(x, op.Constant(value_ints=[1, -1, heads * width])),
+            op.Constant(value_ints=[1]),
+        )
+        tables = (op.Slice(table.producer().inputs[0], begin, half, last, step) for table in (cos, sin))
+        inputs = (rows, op.Constant(value_ints=[0]), *tables)
+        turned = op.RotaryEmbedding(*inputs, interleaved=0, _domain=attention.CONTRIB, _version=1)
+        return op.Reshape(turned, op.Constant(value_ints=[-1, heads, width]))
+
+
+def _is_doubled(table: ir.Value, width: int) -> bool:
+    """Return whether a table [N, 1, width] is made of rows whose second half repeats the first."""
+    node = table.producer()
+    if node is None or node.op_type != "Unsqueeze":
+        return False
+    # What takes rows as they are, or each number by itself.
+    while node is not None and node.op_type in ("Unsqueeze", "Reshape", "GatherND", "Cos", "Sin"):
+        value = node.inputs[0]
+        if value is None or value.shape is None or value.shape[-1] != width:
+            return False
+        node = value.producer()
+    if node is None or node.op_type != "Concat" or node.attributes["axis"].as_int() != -1:
+        return False
+    first, *others = node.inputs
+    return [*others] == [first]
+
+
 def _scalar(value: ir.Value) -> float | None:
     constant = constant_of(value)
     return float(constant.numpy().item()) if constant is not None and constant.size == 1 else None
@@ -83,6 +132,7 @@ FUSIONS: Final[Mapping[str, RewriteRule]] = {
     "norm": _RootMeanSquareNorm.rule(),
     "gated_unit": _GatedUnit.rule(),
     "rotary": _RotaryHalves.rule(),
+    "rotary_turned": _RotaryHalfTurned.rule(),
 }
 
 

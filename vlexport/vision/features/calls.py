@@ -116,7 +116,7 @@ def cells_of_strip(rows: Tensor, side: int) -> Tensor:
 
 
 class FunctionMode(TorchFunctionMode):
-    """Gives every call of a torch function to `call`, with its arguments."""
+    """Gives calls of torch functions to `call`, with their arguments."""
 
     def __torch_function__(
         self,
@@ -125,6 +125,9 @@ class FunctionMode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        is_convolution = func in (F.conv2d, F.conv3d) and torch.compiler.is_exporting()
+        if is_convolution and (product := _product(*args, **kwargs or {})) is not None:
+            return product
         return self.call(func, args, dict(kwargs or {}))
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -206,6 +209,19 @@ class Folded(FunctionMode):
             return mixed
         with _disable_current_modes():
             return func(*args, **kwargs)
+
+
+def _product(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *further: Any, **named: Any
+) -> Tensor | None:
+    """Return a convolution of inputs as large as its kernel, which is one product, and faster as one."""
+    padding = named.get("padding", further[1] if len(further) > 1 else 0)
+    is_padded = padding != "valid" and any(padding if isinstance(padding, Sequence) else [padding])
+    # All axes but that of the batch: with groups, a kernel has fewer channels.
+    if is_padded or tuple(x.shape[1:]) != tuple(weight.shape[1:]):
+        return None
+    rows_ND = F.linear(x.flatten(1), weight.flatten(1), bias)
+    return rows_ND.reshape(*rows_ND.shape, *(1 for _ in weight.shape[2:]))
 
 
 def _number(leaf: Any) -> Any:
