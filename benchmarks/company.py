@@ -126,24 +126,24 @@ def differing(engine: Engine, subject: BuildSpec, count: int, most: int) -> tupl
     return wrong, total, largest
 
 
-def measured(name: str, folder: Path, count: int, most: int, backends: Sequence[str]) -> Iterator[list[str]]:
-    """Yield a row of the table for each backend and number of threads."""
-    for backend in backends:
-        subject = subject_of(folder, backend)
-        with opened(subject, (1, 2)) as engines:
-            for threads, engine in zip((1, 2), engines, strict=True):
-                torch.set_num_threads(threads)
-                wrong, total, largest = differing(engine, subject, count, most)
-                row = [
-                    backend,
-                    name,
-                    str(threads),
-                    f"{wrong} of {total:,}",
-                    f"{largest:.0e}" if wrong else "0",
-                ]
-                sys.stdout.write(f"{row}\n")
-                sys.stdout.flush()
-                yield row
+def measured(name: str, folder: Path, count: int, most: int, backend: str) -> Iterator[list[str]]:
+    """Yield a row of the table for each number of threads."""
+    subject = subject_of(folder, backend)
+    with opened(subject, (1, 2)) as engines:
+        for threads, engine in zip((1, 2), engines, strict=True):
+            torch.set_num_threads(threads)
+            wrong, total, largest = differing(engine, subject, count, most)
+            error = f"{largest:.0e}" if wrong else "0"
+            row = [backend, name, str(threads), f"{wrong} of {total:,}", error]
+            sys.stdout.write(f"{row}\n")
+            sys.stdout.flush()
+            yield row
+
+
+def _rows_of_page() -> list[list[str]]:
+    lines = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0].splitlines()
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+    return table[1:]
 
 
 def main() -> None:
@@ -151,20 +151,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=850, help="mixes of each tiny tower on ONNX Runtime")
     parser.add_argument("--wide", type=int, default=0, help="mixes of each tower of width 1280")
-    options, rows = parser.parse_args(), list[list[str]]()
+    parser.add_argument("--backends", nargs="+", default=BACKENDS, help="others keep their rows of the page")
+    options = parser.parse_args()
+    measures = [backend for backend in BACKENDS if backend in options.backends]
+    rows = [row for row in _rows_of_page() if row[0] not in measures]
     with tempfile.TemporaryDirectory() as place:
         for family in FAMILIES:
             folder = Path(place) / family
             demo = importlib.import_module(f"vlexport.recipes.demo.{family}")
             write_checkpoint(folder, demo.contents(), seed=0)
-            rows += measured(f"{family}, tiny", folder, options.count, 400, BACKENDS[:1])
-            rows += measured(f"{family}, tiny", folder, options.count // 10, 400, BACKENDS[1:])
+            for backend in measures:
+                count = options.count if backend == BACKENDS[0] else options.count // 10
+                rows += measured(f"{family}, tiny", folder, count, 400, backend)
             if options.wide:
                 sizes = {field.name for field in fields(demo.DEFAULT)} & WIDE.keys()
                 contents = demo.contents(replace(demo.DEFAULT, **{name: WIDE[name] for name in sizes}))
                 write_checkpoint(Path(place) / "wide" / family, contents, seed=0)
                 wide = Path(place) / "wide" / family
-                rows += measured(f"{family}, width 1280", wide, options.wide, 100, BACKENDS[:1])
+                rows += measured(f"{family}, width 1280", wide, options.wide, 100, BACKENDS[0])
     names = ("backend", "tower", "threads", "items with other bits", "largest error")
     lines = [f"On {processor_here()}.", "", *markdown(names, sorted(rows))]
     write_between(PAGE, BEGIN, END, "\n".join(lines))
