@@ -37,7 +37,7 @@ CALLS: Mapping[str, tuple[Grid, ...]] = {
     "video, 4 frames": ((4, 16, 24),),
     "two images and a video": ((1, 26, 18), (1, 32, 24), (2, 12, 16)),
 }
-MOST = 1.4
+MOST = 1.12
 
 
 class Contender:
