@@ -228,6 +228,9 @@ class SliceReference:
 class SingleQuery(nn.Module):
     """One group's queries through torch.nn.MultiheadAttention; key positions place by place."""
 
+    of_places: Tensor
+    of_frames: Tensor
+
     def __init__(self, facts: SliceFacts) -> None:
         super().__init__()
         width = facts.out_width
@@ -239,6 +242,10 @@ class SingleQuery(nn.Module):
         self.ln_q, self.ln_kv, self.ln_post = (nn.LayerNorm(width, eps=1e-6) for _ in range(3))
         if facts.learned_tables:
             self.pos_embed = nn.Parameter(torch.empty(facts.queries, width))
+        else:
+            self.register_buffer("of_places", falling(width // 2), persistent=False)
+        if facts.frame_times:
+            self.register_buffer("of_frames", falling(width), persistent=False)
         self.facts = facts
 
     def forward(self, x_NC: Tensor, group: Sequence[Slice]) -> Tensor:
@@ -255,18 +262,22 @@ class SingleQuery(nn.Module):
 
     def waves(self, piece: Slice) -> Floats:
         """Return sines and cosines of places, column first; a frame number is added over the whole width."""
-        half = self.facts.out_width // 2
         columns = np.tile(np.arange(piece.columns), piece.rows)
         rows = np.repeat(np.arange(piece.rows), piece.columns)
-        places = np.concatenate([wave(columns, half), wave(rows, half)], axis=1)
+        places = np.concatenate([wave(columns, self.of_places), wave(rows, self.of_places)], axis=1)
         timed = self.facts.frame_times and piece.frame >= 0
-        return places + wave(np.array([piece.frame]), 2 * half) if timed else places
+        return places + wave(np.array([piece.frame]), self.of_frames) if timed else places
 
 
-def wave(place: npt.NDArray[np.int64], width: int) -> Floats:
-    """Return sines, then cosines, of places at falling frequencies, in float32 as models were trained."""
+def falling(width: int) -> Tensor:
+    """Return the frequencies of waves of this width, in float32 as models were trained."""
     fractions = np.arange(width // 2, dtype=np.float32) / np.float32(width // 2)
-    angle = place.astype(np.float32)[:, None] * (1 / np.float32(10000) ** fractions)
+    return torch.from_numpy(1 / np.float32(10000) ** fractions)
+
+
+def wave(place: npt.NDArray[np.int64], frequencies: Tensor) -> Floats:
+    """Return sines, then cosines, of places; in float32 in every reference."""
+    angle = place.astype(np.float32)[:, None] * frequencies.float().numpy()
     return np.concatenate([np.sin(angle), np.cos(angle)], axis=1)
 
 

@@ -704,8 +704,10 @@ class Tower(StagedTower):
         self.norm = LayerNorm(sizes.width, eps=sizes.eps)
         widths = (sizes.width, sizes.out_width)
         self.resampler = Resampler(widths, sizes.queries, sizes.out_heads, learned_table=learned)
-        for name, width in (("of_cells", sizes.out_width // 2), ("of_frames", sizes.out_width)):
-            self.register_buffer(name, wave_frequencies(width), persistent=False)
+        if not learned:
+            self.register_buffer("of_cells", wave_frequencies(sizes.out_width // 2), persistent=False)
+        if sizes.frame_times:
+            self.register_buffer("of_frames", wave_frequencies(sizes.out_width), persistent=False)
 
     def begin(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, CallLayout]:
         layout = CallLayout.of(inputs, self.packing.segmentations, self.packing.unit)
