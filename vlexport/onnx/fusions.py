@@ -67,11 +67,7 @@ class _RotaryHalves(RewriteRuleClassBase):
         return match
 
     def rewrite(self, op, x, cos, sin, **_):
-        _, heads, width = x.shape
-        rows = op.Reshape(x, op.Constant(value_ints=[1, -1, heads * width]))
-        inputs = (rows, op.Constant(value_ints=[0]), cos.producer().inputs[0], sin.producer().inputs[0])
-        turned = op.RotaryEmbedding(*inputs, interleaved=0, _domain=attention.CONTRIB, _version=1)
-        return op.Reshape(turned, op.Constant(value_ints=[-1, heads, width]))
+        return _turned(op, x, cos.producer().inputs[0], sin.producer().inputs[0])
 
 
 class _RotaryHalfTurned(RewriteRuleClassBase):
@@ -95,15 +91,17 @@ class _RotaryHalfTurned(RewriteRuleClassBase):
         return match
 
     def rewrite(self, op, x, cos, sin, begin, half, step, **_):
-        _, heads, width = x.shape
-        rows, last = (
-            op.Reshape(x, op.Constant(value_ints=[1, -1, heads * width])),
-            op.Constant(value_ints=[1]),
-        )
+        last = op.Constant(value_ints=[1])
         tables = (op.Slice(table.producer().inputs[0], begin, half, last, step) for table in (cos, sin))
-        inputs = (rows, op.Constant(value_ints=[0]), *tables)
-        turned = op.RotaryEmbedding(*inputs, interleaved=0, _domain=attention.CONTRIB, _version=1)
-        return op.Reshape(turned, op.Constant(value_ints=[-1, heads, width]))
+        return _turned(op, x, *tables)
+
+
+def _turned(op, x, cos, sin):
+    _, heads, width = x.shape
+    rows = op.Reshape(x, op.Constant(value_ints=[1, -1, heads * width]))
+    inputs = (rows, op.Constant(value_ints=[0]), cos, sin)
+    turned = op.RotaryEmbedding(*inputs, interleaved=0, _domain=attention.CONTRIB, _version=1)
+    return op.Reshape(turned, op.Constant(value_ints=[-1, heads, width]))
 
 
 def _is_doubled(table: ir.Value, width: int) -> bool:
