@@ -307,7 +307,7 @@ class ModelAnswers(AnswerGenerator):
                 for kind, source in self._in_order(text, sources)
             ]
             state.media = tuple(
-                self.media.read(each.kind, each, None, state.limits.media, state.pruning) for each in pixels
+                self.media.read(clip.kind, clip, None, state.limits.media, state.pruning) for clip in pixels
             )
             state.inputs = self._inputs(text, pixels, [entry.item.grid for entry in state.media])
             state.turn = self.decoder.begin(0)
@@ -346,19 +346,19 @@ class ModelAnswers(AnswerGenerator):
     def _in_order(self, text: str, sources: Mapping[str, Sequence[Any]]) -> list[tuple[str, Any]]:
         """Return media with their kinds as a prompt has them."""
         placed: list[tuple[int, str, Any]] = []
-        for kind, given in sources.items():
+        for kind, of_kind in sources.items():
             token = getattr(self.decoder.processor, f"{kind}_token", None) or "\0"
             at = [match.start() for match in re.finditer(re.escape(token), text)]
             # Where the numbers differ, the processor refuses them or has other places.
-            places = at if len(at) == len(given) else range(len(given))
-            placed += ((place, kind, source) for place, source in zip(places, given, strict=True))
+            places = at if len(at) == len(of_kind) else range(len(of_kind))
+            placed += ((place, kind, source) for place, source in zip(places, of_kind, strict=True))
         return [(kind, source) for _, kind, source in sorted(placed, key=itemgetter(0))]
 
     def _inputs(self, text: str, pixels: Sequence[Pixels], grids: Sequence[Grid]) -> Mapping[str, Any]:
         # As transformers tells whether a rendered chat has its first token already.
         first = self.language.tokenizer.fast.bos_token
         adds = not (first and text.startswith(first))
-        pictures = [Image.fromarray(each.frames[0].numpy()) for each in pixels if each.kind == "image"]
+        pictures = [Image.fromarray(clip.frames[0].numpy()) for clip in pixels if clip.kind == "image"]
         videos = [pair for pair in zip(pixels, grids, strict=True) if pair[0].kind == "video"]
         processor = self.decoder.processor
         if videos:
