@@ -144,7 +144,14 @@ def test_a_build_killed_at_a_random_moment_leaves_no_half_bundle(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "size"),
-    [("eager", 20_000), ("eager", 1_000_000), ("onnxruntime", 50_000), ("onnxruntime", 400_000)],
+    [
+        ("eager", 1_000_000),
+        ("onnxruntime", 50_000),
+        *(
+            pytest.param(*each, marks=pytest.mark.full)
+            for each in (("eager", 20_000), ("onnxruntime", 400_000))
+        ),
+    ],
 )
 def test_a_limit_on_file_sizes_is_exit_code_7_and_leaves_nothing(warm, checkpoint, into, backend, size):
     words = (checkpoint, "--backend", backend, "--output-dir", into)
@@ -381,7 +388,7 @@ def test_every_signal_ends_a_build_as_promised_beside_two_busy_processes(warm, c
 def test_a_signal_during_a_parity_command_keeps_the_verdict(warm, checkpoint, into):
     path = builds(warm, checkpoint, "--backend", "eager", "--output-dir", into)
     before = (path / "manifest.json").read_bytes()
-    process = started("parity", path)
+    process = started("check", path, "--accuracy")
     until(process, "check")
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)

@@ -47,9 +47,11 @@ FAMILIES = (
     "nemotron_vl tiles",
     *(f"minicpmv {each}" for each in ("2.0", "2.5", "2.6", "4.0", "4.5")),
 )
-NUM_QUICK, NUM_ALL = 20, 5000
+NUM_QUICK, NUM_SLOW, NUM_ALL = 20, 1000, 5000
 CALLS = [(name, NUM_QUICK) for name in QUICK] + [
-    pytest.param(name, NUM_ALL, marks=pytest.mark.slow) for name in FAMILIES
+    pytest.param(name, count, marks=marks)
+    for count, marks in ((NUM_SLOW, [pytest.mark.slow]), (NUM_ALL, [pytest.mark.slow, pytest.mark.full]))
+    for name in FAMILIES
 ]
 
 

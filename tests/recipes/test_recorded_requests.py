@@ -47,7 +47,11 @@ def opened(family: str) -> Checkpoint:
 SLOW = pytest.mark.slow
 BACKENDS = ("onnxruntime", "openvino", "inductor")
 TIMED = ["qwen3_vl eager", *(pytest.param(f"qwen3_vl {each}", marks=SLOW) for each in BACKENDS)]
-ENGINES = [*TIMED, *(pytest.param(f"qwen2_vl {each}", marks=SLOW) for each in ("eager", *BACKENDS))]
+ENGINES = [
+    *TIMED,
+    pytest.param("qwen2_vl eager", marks=SLOW),
+    *(pytest.param(f"qwen2_vl {each}", marks=[SLOW, pytest.mark.full]) for each in BACKENDS),
+]
 
 
 class Pipelines:

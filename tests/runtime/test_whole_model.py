@@ -140,11 +140,10 @@ def clip_by_hand(source, processor: Any, model_type: str) -> tuple[list[int], li
     "model_type",
     [
         "internvl",
-        pytest.param("qwen3_vl", marks=pytest.mark.slow),
         *(
             pytest.param(each, marks=[pytest.mark.slow, pytest.mark.full])
             for each in WHOLE
-            if each not in ("internvl", "qwen3_vl")
+            if each != "internvl"
         ),
     ],
 )
@@ -294,7 +293,7 @@ def test_the_command_answers(tiles, tmp_path):
     source, bundle = tiles
     photographs()[0].save(tmp_path / "picture.png")
     words = ("--image", tmp_path / "picture.png", "--prompt", QUESTION, "--max-new-tokens", TOKENS)
-    done = command("run", bundle.path, "--decoder", source, *words, "--json")
+    done = command("run", bundle.path, "--checkpoint", source, *words, "--json")
     assert done.code == 0, done.err
     with vlexport.load(bundle.path, decoder=str(source)) as pipeline:
         answer = pipeline.generate(QUESTION, images=str(tmp_path / "picture.png"), max_new_tokens=TOKENS)
