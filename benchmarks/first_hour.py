@@ -1,7 +1,7 @@
 """From nothing installed to a verified engine of a tower of released size, as in the README: four commands.
 
 `python -m benchmarks.first_hour FOLDER` writes a random checkpoint with the vision tower of Qwen2.5-VL 3B,
-builds the wheel, and times `pip install`, `plan`, `build` and `verify` in a fresh environment with empty
+builds the wheel, and times `pip install`, `plan`, `build` and `check` in a fresh environment with empty
 caches. Wheel and checkpoint are made before the clock starts: a user has them from the network. pip's own
 configuration decides where libraries come from; their versions are those of the tests. A cap on memory holds
 for each process.
@@ -107,7 +107,7 @@ def first_hour(folder: Path, python: str, depth: int, memory: int, constraints: 
         ("pip install vlexport", [bin_ / "python", "-m", "pip", "install", "-q", "-c", constraints, wheel]),
         ("vlexport plan CHECKPOINT --profile image", [bin_ / "vlexport", "plan", checkpoint, *image]),
         ("vlexport build CHECKPOINT --profile image", [bin_ / "vlexport", "build", checkpoint, *image]),
-        ("vlexport verify BUNDLE", [bin_ / "vlexport", "verify"]),
+        ("vlexport check BUNDLE", [bin_ / "vlexport", "check"]),
     ]
     steps: list[Step] = []
     for name, words in commands:

@@ -53,8 +53,9 @@ class Tree:
 
     def run(self, name: str, *words: object) -> object:
         """Run a command, keep its exit code and its document under a name, return the document."""
+        spelled = _older(list(map(str, words))) if self.name == "before" else map(str, words)
         done = subprocess.run(
-            [self.python, "-c", MAIN, *map(str, words)], capture_output=True, text=True, check=False,
+            [self.python, "-c", MAIN, *spelled], capture_output=True, text=True, check=False,
             cwd=self.folder, env=self.variables, stdin=subprocess.DEVNULL,
         )  # fmt: skip
         document = json.loads(done.stdout) if "--json" in words and done.returncode == 0 else done.stdout
@@ -63,6 +64,20 @@ class Tree:
         self.outcomes[name] = json.loads(json.dumps(outcome).replace(str(self.folder), "FOLDER"))
         sys.stderr.write(f"{self.name:<7} {done.returncode} {name}\n")
         return document
+
+
+def _older(words: list[str]) -> list[str]:
+    """Return a command in the verbs and options of the older tree."""
+    match words:
+        case ["check", bundle, "--accuracy", *rest]:
+            return ["parity", bundle, *rest]
+        case ["check", *rest]:
+            return ["verify", *rest]
+        case ["compare", first, *rest] if first.endswith(".onnx"):
+            return ["diff", first, *rest]
+        case ["repro", bundle, "--inputs-only", "--output", out, *rest]:
+            return ["export-inputs", bundle, "--output-dir", out, *rest]
+    return ["--decoder" if word == "--checkpoint" else word for word in words]
 
 
 def run_all(tree: Tree, media: Path, checkpoints: Path) -> None:
@@ -80,8 +95,7 @@ def run_all(tree: Tree, media: Path, checkpoints: Path) -> None:
             built = tree.run(f"build {name}", "build", *words, "--json")
             if isinstance(built, dict):
                 _use(tree, name, Path(str(built["bundle"])), source, media)
-    tree.run("cache list", "cache", "list", "--json")
-    tree.run("a missing bundle", "verify", "nothing-here")
+    tree.run("a missing bundle", "check", "nothing-here")
     tree.run("a missing checkpoint", "build", "nothing-here")
     tree.run("an unknown option", "encode", "--nonsense")
 
@@ -91,16 +105,17 @@ def _use(tree: Tree, name: str, bundle: Path, source: Path, folder: Path) -> Non
     video = () if "kimi" in name else ("--video", folder / "video.npy", "--fps", "2")
     media = ("--image", folder / "image.png", *video)
     tree.run(f"inspect {name}", "inspect", bundle, "--json")
-    tree.run(f"verify {name}", "verify", bundle, "--json")
-    tree.run(f"parity {name}", "parity", bundle, "--json")
+    tree.run(f"check {name}", "check", bundle, "--json")
+    tree.run(f"accuracy {name}", "check", bundle, "--accuracy", "--json")
     tree.run(f"encode {name}", "encode", bundle, *media, "--output", out, "--json")
     if out.is_file():
         tree.outcomes[f"embeddings {name}"] = _sums(out)
-    answer = ("run", bundle, "--decoder", source, *media, "--prompt", "What is this?", "--max-new-tokens", 8)
+    question = ("--checkpoint", source, *media, "--prompt", "What is this?", "--max-new-tokens", 8)
+    answer = ("run", bundle, *question)
     tree.run(f"run {name}", *answer, "--json")
     tree.run(f"run pruned {name}", *answer, "--prune", "0.5", "--json")
     tree.run(f"compare {name}", "compare", bundle, bundle, "--json")
-    tree.run(f"export-inputs {name}", "export-inputs", bundle, "--output-dir", f"{out}.inputs", "--json")
+    tree.run(f"inputs {name}", "repro", bundle, "--inputs-only", "--output", f"{out}.inputs", "--json")
     if name == f"{RECIPES[0]} onnxruntime":
         _share(tree, name, bundle, source, folder)
 
@@ -110,14 +125,12 @@ def _share(tree: Tree, name: str, bundle: Path, source: Path, folder: Path) -> N
     graph, out = bundle / "model.onnx", tree.folder / "shared"
     video = ("--video", folder / "video.npy", "--fps", "2")
     tree.run(f"bench {name}", "bench", bundle, "--rounds", "3", "--size", "56x84", "--json")
-    tree.run(f"sweep {name}", "sweep", bundle, "--decoder", source, *video, "--rates", "0,0.5", "--json")
+    tree.run(f"sweep {name}", "sweep", bundle, "--checkpoint", source, *video, "--rates", "0,0.5", "--json")
     tree.run(f"report {name}", "report", bundle, "--output", f"{out}.html", "--json")
-    tree.run(f"diff {name}", "diff", graph, graph, "--json")
+    tree.run(f"graphs {name}", "compare", graph, graph, "--json")
     tree.run(f"repro {name}", "repro", bundle, "--output", f"{out}.zip", "--json")
     tree.run(f"push {name}", "push", bundle, f"{out}.shared", "--json")
     tree.run(f"pull {name}", "pull", f"{out}.shared", "--output-dir", f"{out}.pulled", "--json")
-    tree.run(f"trusted {name}", "verify", bundle, "--trust", "0" * 64, "--json")
-    tree.run("completion", "completion", "bash")
     tree.run("cache prune", "cache", "prune", "--dry-run", "--json")
 
 

@@ -105,7 +105,7 @@ class Side:
             "import vlexport": self.run("import", program="import vlexport"),
             "--help": self.run("--help"),
             "build of a tiny checkpoint": self._built(checkpoint, f"tiny{number}"),
-            "its check": self.run("parity", self.bundle),
+            "its check": self.run("check", self.bundle, "--accuracy"),
         }
 
     def encode(self, images: Sequence[Path]) -> Step:

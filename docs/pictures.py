@@ -283,7 +283,7 @@ def draw(out: Path) -> None:
         shutil.rmtree(folder / "engines")
         sent = recorded(BUILD, folder)
         bundle = lines(sent)[-1]
-        check = f"vlexport parity {bundle} -v"
+        check = f"vlexport check {bundle} --accuracy -v"
         recorded(f"vlexport report {bundle} -o report.html", folder)
         (folder / "trained").symlink_to(TRAINED / "qwen2_5_vl")
         write_film(folder / "film.mp4")

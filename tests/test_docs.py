@@ -84,16 +84,15 @@ def test_a_command_with_an_invented_word_is_found(named):
         "vlexport bench BUNDLE --rounds 0": "greater than or equal to 1",
         "vlexport inspect": "",  # a name
         "vlexport plan --dtype fp16": "Missing argument",
-        "vlexport explain BUNDLE": "No such command 'explain'",
+        "vlexport invent BUNDLE": "No such command 'invent'",
         "vlexport cache list": "No such command 'list'",
-        "vlexport verify NOWHERE": "does not exist",
+        "vlexport check NOWHERE": "does not exist",
         "make coffee": "no coffee",
         "make gpu CUPS=2": "no CUPS=2",
         "python -m vlexport.nothing": "no module vlexport.nothing",
         "python -m benchmarks.sizes plan FOLDER --size 3": "has no --size",
         "docker run --rm vlexport:tpu doctor": "no image vlexport:tpu",
         'docker run -v "$PWD:/work" vlexport:cpu doctor --depth': "No such option: --depth",
-        'eval "$(vlexport completion tcsh)"': "tcsh",
         "uvx vlexport demonstrate": "demonstrate",
         ".venv/bin/vlexport build SOURCE --backend eager  # a comment": "",
     }

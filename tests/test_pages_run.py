@@ -42,13 +42,13 @@ EXIT_CODES = {
     # Without --fps.
     (
         "docs/results/first_hour.md",
-        "vlexport run BUNDLE --decoder SOURCE --prompt a --video clip.npy --prune 0.5",
+        "vlexport run BUNDLE --prompt a --video clip.npy --prune 0.5",
     ): 2,
     (
         "docs/results/first_hour.md",
         "vlexport encode OTHER --image large.png --output x.safetensors",
     ): 6,  # 3000x2000 pixels
-    ("docs/tensorrt.md", "vlexport parity BUNDLE"): 4,  # without the GPU
+    ("docs/tensorrt.md", "vlexport check BUNDLE --accuracy"): 4,  # without the GPU
     (
         "docs/backends.md",
         "vlexport build SOURCE --backend onnxruntime --device cuda --dtype float16",
@@ -157,7 +157,7 @@ def desk(tmp_path_factory):
         for name, bundle in zip(("a.onnx", "b.onnx"), bundles, strict=True):
             shutil.copyfile(Path(bundle) / "model.onnx", name)
         assert vlexport("plan", "SOURCE", "--backend", "eager", "--write", "build.toml").code == 0
-        table = vlexport("parity", bundles[0], "--json").out
+        table = vlexport("check", bundles[0], "--accuracy", "--json").out
         for name in ("before.json", "after.json"):
             Path(name).write_text(table, encoding="utf-8")
         yield Desk(*bundles)
@@ -210,10 +210,10 @@ def test_what_a_page_shows_runs(page, desk):
 @pytest.mark.slow
 def test_a_page_that_shows_what_fails_is_found(desk):
     page = (
-        "Try `vlexport inspect BUNDLE`, `vlexport verify SOURCE`:\n```python\nimport vlexport.nothing\n```\n"
+        "Try `vlexport inspect BUNDLE`, `vlexport check SOURCE`:\n```python\nimport vlexport.nothing\n```\n"
     )
     first, second = desk.faults("", page, {})
-    assert first.startswith("vlexport verify SOURCE: exit code 2\n")
+    assert first.startswith("vlexport check SOURCE: exit code 2\n")
     assert second.endswith("ModuleNotFoundError: No module named 'vlexport.nothing'")
 
 

@@ -56,21 +56,32 @@ def test_a_copy_of_a_shipped_recipe_builds_and_its_bundle_runs_with_that_file(pr
     image, out = tmp_path / "image.png", tmp_path / "out.safetensors"
     importlib.import_module("PIL.Image").new("RGB", (112, 84), (200, 30, 90)).save(image)
     for words in (
-        ("verify", built),
+        ("check", built),
         ("encode", built, "--image", image, "--output", out),
-        ("run", built, "--decoder", checkpoint, "--image", image, "--prompt", "x", "--max-new-tokens", "2"),
-        ("export-inputs", built, "--output-dir", tmp_path / "inputs"),
+        (
+            "run",
+            built,
+            "--checkpoint",
+            checkpoint,
+            "--image",
+            image,
+            "--prompt",
+            "x",
+            "--max-new-tokens",
+            "2",
+        ),
+        ("repro", built, "--inputs-only", "--output", tmp_path / "inputs"),
     ):
         ran = vlexport(*words, "--recipe", recipe)
         assert ran.code == 0, (words[0], ran.err)
-    ran = vlexport("parity", built, "--recipe", recipe)
+    ran = vlexport("check", built, "--accuracy", "--recipe", recipe)
     assert (ran.code, "verdict stored" in ran.err) == (0, True), ran.err
 
 
 def test_without_its_file_the_shipped_recipe_of_that_name_is_refused_by_digest(private, built):
-    for verb in ("verify", "parity"):
-        ran = vlexport(verb, built)
-        assert ran.code == 4, verb
+    for words in ((), ("--accuracy",)):
+        ran = vlexport("check", built, *words)
+        assert ran.code == 4, words
         assert "If a private recipe of this name built it, pass its file as recipe" in ran.err
         assert find_recipe(str(private[0])).digest[:12] in ran.err
 
@@ -78,7 +89,7 @@ def test_without_its_file_the_shipped_recipe_of_that_name_is_refused_by_digest(p
 def test_a_file_that_changed_since_the_build_is_refused(private, built, tmp_path):
     changed = tmp_path / private[0].name
     changed.write_text(private[0].read_text(encoding="utf-8") + MINE, encoding="utf-8")
-    ran = vlexport("parity", built, "--recipe", changed)
+    ran = vlexport("check", built, "--accuracy", "--recipe", changed)
     assert ran.code == 4
     assert f"--recipe {changed}" in ran.err, "the command to rebuild names the file"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 import sys
 import sysconfig
@@ -111,9 +112,9 @@ def verbs() -> list[str]:
 
 
 def commands(clip: Path) -> dict[str, list[str]]:
-    """Words of every verb, in an order in which each finds what it needs; `*` is in the place of a digest."""
+    """Words of every verb, in an order in which each finds what it needs; `*` is in the place of a key."""
     engines, checkpoint = "engines/[a-z]*-onnxruntime-*", "demo-output/qwen2_5_vl-trained"
-    decoder, compiled = ["--decoder", checkpoint], "engines/[a-z]*-inductor-*"
+    decoder, compiled = ["--checkpoint", checkpoint], "engines/[a-z]*-inductor-*"
     return {
         "demo": [],
         "plan": [checkpoint],
@@ -125,21 +126,21 @@ def commands(clip: Path) -> dict[str, list[str]]:
         "watch": [engines, str(clip), "--as-fast", "--ask", "1:which", "--max-new-tokens", "1", *decoder],
         "sweep": [engines, "--video", str(clip), "--prompt", "which", "--rates", "0,0.5", *decoder],
         "bench": [engines, "--rounds", "1"],
-        "parity": [engines],
         "inspect": [engines],
-        "verify": [engines],
+        "check": [engines, "--run", "--accuracy"],
+        "trust": [engines, "DIGEST"],
         "report": [engines, "--output", "report.html"],
         "compare": [engines, compiled],
-        "diff": [engines, engines],
         "push": [engines, "./hub"],
         "pull": ["./hub", "--output-dir", "pulled"],
         "repro": [engines, "--output", "repro.zip"],
-        "export-inputs": [engines, "--output-dir", "inputs"],
+        "repro ": [engines, "--inputs-only", "--output", "inputs"],
         "list": [],
         "doctor": ["--deep"],
-        "completion": ["bash"],
+        "bundles ls": ["--check"],
+        "bundles tag": [engines, "mine"],
+        "bundles rm": ["mine"],
         "cache ls": [],
-        "cache verify": [],
         "cache prune": ["--dry-run"],
     }
 
@@ -154,6 +155,8 @@ def run_all(program: list[str | Path], traps: Path, clip: Path, names: set[str] 
     for name, given in commands(clip).items():
         if names is None or name.strip() in names:
             words = [str(next(traps.glob(word))) if "*" in word else word for word in given]
+            if "DIGEST" in words:
+                words[-1] = hashlib.sha256(Path(words[0], "manifest.json").read_bytes()).hexdigest()
             done = subprocess.run(
                 [*program, *name.split(), *words], cwd=traps, capture_output=True, text=True, check=False
             )

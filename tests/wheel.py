@@ -180,14 +180,14 @@ def use_newest(place: Environment, wheel: Path, constraints: Path) -> None:
     assert ", passed  (" in place.vlexport("demo")
     (bundle,), media = (place.work / "engines").glob("qwen2_5_vl-onnxruntime-*"), place.work / "demo-output"
     checkpoint = media / "qwen2_5_vl-trained"
-    shown = (bundle, "--decoder", checkpoint, "--video", media / "video.npy", "--fps", 2)
+    shown = (bundle, "--checkpoint", checkpoint, "--video", media / "video.npy", "--fps", 2)
     question = "Which shape came first?"
     assert place.vlexport("run", *shown, "--prompt", question).strip() == "Triangle"
     place.vlexport("sweep", *shown, "--prompt", question, "--rates", "0,0.5", "--selectors", "evs")
     place.run(place.bin / "python", "-c", GEMMA, place.work / "gemma", shown="python writes a tiny Gemma 3")
     place.vlexport("build", "gemma", "--output-dir", "generic")
     (bundle,) = (place.work / "generic").glob("generic-onnxruntime-*")
-    place.vlexport("parity", bundle)
+    place.vlexport("check", bundle, "--accuracy")
     # Decoders of all families: this file imports nothing of the tests.
     families = shutil.copy(ROOT / "tests" / "reference" / "test_decoder_parts.py", place.work)
     place.run(place.bin / "python", "-m", "pytest", "-q", families, shown="pytest test_decoder_parts.py")

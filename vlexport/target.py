@@ -114,7 +114,7 @@ def fit(target: Target, here: Target, *, rebuild: str | None = None) -> Misfit |
     if "device" in differing and (here.device == NO_GPU or "--device" in command.split()):
         # No build changes that: it was made elsewhere on purpose, or for the device that was chosen.
         remedy = (
-            f"It needs a machine with {' or '.join(target.device.split('+'))}; `vlexport list` names the "
+            f"It needs a machine with {' or '.join(target.device.split('+'))}; `vlexport doctor` names the "
             "backends that run here."
         )
     reason = f"built for another machine or version: {details}. {remedy}"

@@ -299,7 +299,7 @@ def test_a_process_builds_with_inductor_twice_and_leaves_nothing(spec, tmp_path,
 
 def test_a_bundle_that_did_not_pass_or_was_never_run_is_not_handed_out(path):
     marked = Bundle.open(path).with_verdict(Verdict(status="blocked"))
-    with pytest.raises(ParityError, match=r"marked 'blocked' and will not run: .*`vlexport parity .* -v"):
+    with pytest.raises(ParityError, match=r"marked 'blocked' and will not run: .*`vlexport check .* -v"):
         building.Built(bundle=marked, cached=False).require_passed()
     unrun = building.Built(bundle=Bundle.open(path).with_verdict(Verdict(status="not_run")), cached=False)
     assert not unrun.is_good

@@ -100,7 +100,7 @@ def test_a_build_that_is_killed_or_fails_at_any_operation_leaves_a_whole_bundle_
         fire = build(into, at, action)
         check_end(fire, names[at - 1], at, action)
         # Its trust could not be recorded: the bundle is there, and the message has what approves it.
-        untrusted = re.search(r"--trust ([0-9a-f]{64})", fire.messages)
+        untrusted = re.search(r"vlexport trust .* ([0-9a-f]{64})", fire.messages)
         if untrusted:
             (path,) = visible(into)
             approved = Bundle.open(path, trust=untrusted[1], user_data=tmp_path / "another user")
@@ -123,10 +123,10 @@ def test_a_check_that_is_killed_or_fails_at_any_operation_leaves_the_bundle_and_
     found, _, bundle = warm
     before = {path: path.read_bytes() for path in bundle.rglob("*") if path.is_file()}
     roots, done = [str(bundle), *users_folders()], Counter[bool]()
-    first = found.start("parity", bundle, fault={"roots": roots})
+    first = found.start("check", bundle, "--accuracy", fault={"roots": roots})
     assert first.wait() == 0, first.messages
     for at, action in actions(first.operations):
-        fire = found.start("parity", bundle, fault={"roots": roots, "at": at, "action": action})
+        fire = found.start("check", bundle, "--accuracy", fault={"roots": roots, "at": at, "action": action})
         check_end(fire, first.operations[at - 1], at, action)
         assert Bundle.open(bundle).verdict.status == "passed"
         done[action == "kill"] += 1

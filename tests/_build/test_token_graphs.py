@@ -104,7 +104,7 @@ main(["run", *sys.argv[2:], "--prompt", "What is this?"])
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/maps")
 @pytest.mark.parametrize("end", ["unwound", "in the middle of a long step"])
 def test_a_command_that_is_stopped_removes_the_programs_that_torch_has_unpacked(bundles, tmp_path, end):
-    words = [sys.executable, "-c", STOPPED, end, str(bundles("eager")), "--decoder", str(CHECKPOINT)]
+    words = [sys.executable, "-c", STOPPED, end, str(bundles("eager")), "--checkpoint", str(CHECKPOINT)]
     own = {**os.environ, "TMPDIR": str(tmp_path)}
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=own)
     assert process.stdout is not None

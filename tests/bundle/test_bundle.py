@@ -80,7 +80,9 @@ def test_a_foreign_bundle_is_refused_with_its_digest_and_the_way_to_approve_it(b
     record_property("approvals", 1)
     stranger(bundle, data)
     (bundle.path / "engine.bin").write_bytes(b"x" * 2048)
-    with pytest.raises(UntrustedError, match=rf"found {bundle.digest}\..*--trust {bundle.digest}") as caught:
+    with pytest.raises(
+        UntrustedError, match=rf"found {bundle.digest}\..*vlexport trust .* {bundle.digest}"
+    ) as caught:
         Bundle.open(bundle.path, user_data=data)
     assert caught.value.exit_code == 5
 
@@ -111,7 +113,7 @@ def test_another_digest_approves_nothing(bundle, data):
 
 
 def test_a_malformed_approval_is_refused_with_where_to_find_the_digest(bundle, data, subtests):
-    for digest in ("", "yes", "0" * 63, "../" + "0" * 61, "0" * 64 + "\n0"):
+    for digest in ("", "yes", "0" * 11, "../" + "0" * 61, "0" * 64 + "\n0"):
         with subtests.test(digest), pytest.raises(InputError, match="vlexport inspect BUNDLE"):
             Bundle.open(bundle.path, trust=digest, user_data=data)
 
@@ -167,11 +169,11 @@ def test_without_a_folder_for_records_a_bundle_is_published_and_opens_where_it_i
     tmp_path, monkeypatch, caplog, home
 ):
     built = store(tmp_path / "engines", home)
-    assert f"--trust {built.digest}" in caplog.text
+    assert f"{built.path} {built.digest}" in caplog.text
     # This process knows what it made; others are told.
     assert Bundle.open(built.path, user_data=home) == built
     monkeypatch.setattr(Trust, "_HELD", set())
-    with pytest.raises(UntrustedError, match=rf"found {built.digest}\..*--trust {built.digest}"):
+    with pytest.raises(UntrustedError, match=rf"found {built.digest}\..*vlexport trust .* {built.digest}"):
         Bundle.open(built.path, user_data=home)
     caplog.clear()
     assert Bundle.open(built.path, trust=built.digest, user_data=home) == built

@@ -29,9 +29,9 @@ from vlexport.bundle import (
     GraphsIdentity,
     Manifest,
     Verdict,
-    entry_path,
     key_of,
 )
+from vlexport.bundle.manifest import entry_path
 from vlexport.codec import MAX_BYTES, MAX_DEPTH, canonical, parse
 from vlexport.errors import BundleError, InputError
 from vlexport.specs import Range, ShapeProfile
@@ -290,7 +290,8 @@ def test_every_changed_input_gives_a_key_and_a_path_of_its_own(record_property):
         key = key_of(changed)
         assert key not in names, (name, names[key])
         names[key] = name
-        assert entry_path(Path("engines"), changed) != entry_path(Path("engines"), BUILD), name
+        paths = {entry_path(Path("engines"), build, "model") for build in (changed, BUILD)}
+        assert len(paths) == 2, name
     assert {field for field, _ in CHANGES} == {field.name for field in fields(BuildKey)}
 
 
@@ -301,7 +302,7 @@ def test_time_folders_environment_and_the_order_of_options_leave_the_key_alone(t
     monkeypatch.setenv("VLEXPORT_NOISE", "1")
     monkeypatch.setattr(time, "time", lambda: 0.0)
     assert key_of(replace(BUILD, options={"b": (1, 2), "a": 1})) == before
-    assert entry_path(tmp_path, BUILD).name == entry_path(Path("engines"), BUILD).name
+    assert entry_path(tmp_path, BUILD, "m").name == entry_path(Path("engines"), BUILD, "m").name
 
 
 def test_the_key_is_the_same_in_every_release_until_its_version_changes() -> None:
@@ -310,13 +311,13 @@ def test_the_key_is_the_same_in_every_release_until_its_version_changes() -> Non
 
 
 def test_an_entry_is_named_for_people_and_by_its_key() -> None:
-    name = f"a_recipe-eager-float32-image-{key_of(BUILD)[:16]}"
-    assert entry_path(Path("engines"), BUILD) == Path("engines") / name
+    name = f"Model-2.5B-eager-float32-image-{key_of(BUILD)[:8]}"
+    assert entry_path(Path("engines"), BUILD, "Model-2.5B") == Path("engines") / name
 
 
 def test_hostile_names_cannot_leave_the_output_folder() -> None:
-    hostile = replace(BUILD, recipe="../../x/\0", dtype="", profile=ShapeProfile("a+b\n", PROFILE.ranges))
-    path = entry_path(Path("engines"), hostile)
+    hostile = replace(BUILD, dtype="", profile=ShapeProfile("a+b\n", PROFILE.ranges))
+    path = entry_path(Path("engines"), hostile, "../../x/\0")
     assert path.parent == Path("engines")
     assert path.name.startswith("x-eager-x-a_b-")
 

@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import shutil
+import sys
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 
 from vlexport.bundle import Bundle, Trust
 from vlexport.cli import run
+
+SCRIPT = Path(sys.executable).with_name("vlexport")
 
 
 @dataclass(frozen=True, kw_only=True)

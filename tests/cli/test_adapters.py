@@ -109,16 +109,18 @@ def test_the_adapter_is_in_name_manifest_plan_and_inspect(adapted, adapter, buil
 @pytest.mark.slow
 def test_parity_finds_the_adapter_where_it_was_or_where_it_is_given(adapted, checkpoint, tmp_path):
     place = Path(origin_of(adapted).source)
-    ran = vlexport("parity", adapted, "--lora", shutil.copytree(place, tmp_path / "copy"), "--json")
+    ran = vlexport(
+        "check", adapted, "--accuracy", "--lora", shutil.copytree(place, tmp_path / "copy"), "--json"
+    )
     assert (ran.code, ran.document["stored"]) == (0, True)
     found = checkpoint_of(Bundle.open(adapted)).adapter
     assert found is not None
     assert found.source == str(place)
-    assert vlexport("parity", adapted, "--against", checkpoint).code == 3
+    assert vlexport("check", adapted, "--accuracy", "--checkpoint", checkpoint).code == 3
 
 
 def test_an_adapter_that_is_gone_changed_or_too_much_is_named(adapted, adapter, built, tmp_path):
-    ran = vlexport("parity", adapted, "--lora", tmp_path / "gone")
+    ran = vlexport("check", adapted, "--accuracy", "--lora", tmp_path / "gone")
     assert ran.code == 2
     assert "which cannot be read at" in ran.err
     assert "as lora" in ran.err

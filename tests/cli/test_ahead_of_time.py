@@ -45,7 +45,7 @@ def test_a_build_for_other_gpus_ends_well_and_prints_that_nothing_has_run(ran: R
     assert (manifest.target.device, manifest.parity.status) == ("sm89+sm120", "not_run")
     assert (manifest.precision.dtype, manifest.attention_form) == ("bfloat16", "padded")
     assert manifest.profile.name == "thumbnail+image"
-    assert "not checked: run `vlexport parity` on the target device" in ran.err
+    assert "not checked: run `vlexport check --accuracy` on the target device" in ran.err
     report = report_in(manifest.parity)
     assert report is not None
     notes = [row.note for row in report.rows if row.verdict == "not_run"]
@@ -74,12 +74,12 @@ def test_the_same_request_finds_the_bundle(checkpoint: Path, engines: Path, bund
     assert found["parity"]["status"] == "not_run"
 
 
-@pytest.mark.parametrize("verb", ["verify", "parity"])
-def test_it_is_refused_where_it_cannot_run(bundle: Path, verb: str):
-    refused = vlexport(verb, bundle)
+@pytest.mark.parametrize("words", [(), ("--run",), ("--accuracy",)])
+def test_it_is_refused_where_it_cannot_run(bundle: Path, words: tuple[str, ...]):
+    refused = vlexport("check", bundle, *words)
     assert refused.code == 4
     assert "device is sm89+sm120 in the bundle and" in refused.err
-    assert "It needs a machine with sm89 or sm120; `vlexport list` names the backends" in refused.err
+    assert "It needs a machine with sm89 or sm120; `vlexport doctor` names the backends" in refused.err
 
 
 @pytest.mark.parametrize(
@@ -137,27 +137,11 @@ def test_limits_that_cannot_be_kept_are_refused(
     assert message in refused.err
 
 
-def test_every_shipped_family_can_be_built():
-    rows = [line.split("\t") for line in vlexport("list").lines]
-    pairs = [row for row in rows if row[1:2] == ["tensorrt_rtx"]]
-    assert [row[0] for row in pairs] == [
-        "generic", "kimi_vl", "minicpmv", "nemotron_vl", "qwen2_5_vl", "qwen2_vl", "qwen3_vl",
-    ]  # fmt: skip
-    assert all(row[2].startswith("builds") for row in pairs)
-
-
 @pytest.mark.parametrize(
-    ("device", "pair", "reason"),
-    [
-        ("none", "builds; engines run elsewhere", "no GPU"),
-        ("sm90", "builds; engines run elsewhere", "no kernels for sm90"),
-        ("sm89", "builds and runs", ""),
-    ],
+    ("device", "reason"), [("none", "no GPU"), ("sm90", "no kernels for sm90"), ("sm89", "")]
 )
-def test_list_and_doctor_show_what_the_gpu_at_hand_can_run(monkeypatch, device: str, pair: str, reason: str):
+def test_doctor_shows_what_the_gpu_at_hand_can_run(monkeypatch, device: str, reason: str):
     monkeypatch.setattr("vlexport.backends._tensorrt.backend.device_here", lambda: device)
-    rows = [line.split("\t") for line in vlexport("list").lines]
-    assert ["qwen2_5_vl", "tensorrt_rtx", pair] in rows
     found = {each.name: each for each in doctor.examine()}["backend tensorrt_rtx"]
     assert found.state == ("note" if reason else "fine")
     assert reason in found.found
@@ -169,7 +153,7 @@ BYTES = {"bfloat16": 2, "float32": 4, "int32": 4}
 @pytest.fixture(scope="module")
 def exported(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("exported") / "inputs"
-    ran = vlexport("export-inputs", bundle, "--output-dir", out)
+    ran = vlexport("repro", bundle, "--inputs-only", "--output", out)
     assert (ran.code, ran.lines) == (0, [str(out)]), ran.err
     return out
 
@@ -195,9 +179,9 @@ def test_a_sliced_family_has_inputs_and_an_archive_too(tmp_path: Path):
     checkpoint = write_tiny_minicpmv(tmp_path / "checkpoint", MiniCPM(version="4.5", with_decoder=False))
     built = vlexport("build", checkpoint, *WORDS, "--profile", "thumbnail", "-o", tmp_path / "engines")
     assert built.code == 0, built.err
-    for words in (("repro", "--output", "archive.zip"), ("export-inputs", "--output-dir", "inputs")):
-        ran = vlexport(words[0], built.lines[-1], words[1], tmp_path / words[2])
-        assert (ran.code, ran.lines) == (0, [str(tmp_path / words[2])]), ran.err
+    for name, words in {"archive.zip": (), "inputs": ("--inputs-only",)}.items():
+        ran = vlexport("repro", built.lines[-1], "--output", tmp_path / name, *words)
+        assert (ran.code, ran.lines) == (0, [str(tmp_path / name)]), ran.err
     cases = cases_of(tmp_path / "inputs")
     assert len(cases) > 1
 

@@ -89,8 +89,8 @@ def test_bundles_of_other_weights_are_refused(built, bundle):
 
 def test_a_checkpoint_that_is_gone_is_given_with_against(bundle, checkpoint, tmp_path):
     moved = shutil.copytree(checkpoint, tmp_path / "moved")
-    assert vlexport("bench", bundle, *SHORT, "--against", moved).code == 0
-    assert vlexport("bench", bundle, *SHORT, "--against", tmp_path / "absent").code == 2
+    assert vlexport("bench", bundle, *SHORT, "--checkpoint", moved).code == 0
+    assert vlexport("bench", bundle, *SHORT, "--checkpoint", tmp_path / "absent").code == 2
 
 
 def test_no_bundle_and_a_size_that_is_none_are_wrong_requests(built):

@@ -85,7 +85,7 @@ def test_a_build_that_fails_its_check_is_marked_and_exits_3_with_one_document(fa
     assert (found["status"], found["parity"]["status"]) == ("failed", "failed")
     assert Bundle.open(failed).manifest.parity.status == "failed"
     assert "was not shown to agree with the reference: the bundle is marked 'failed'" in failed_build.err
-    assert f"`vlexport parity {failed} -v --recipe FILE` repeats the check" in failed_build.err
+    assert f"`vlexport check {failed} --accuracy -v --recipe FILE` repeats the check" in failed_build.err
     assert re.search(r"\. L1, .+ on '.*': failed, \w+ \S+ of \S+", failed_build.err)
 
 

@@ -1,4 +1,4 @@
-"""`verify`, `parity` and `inspect`."""
+"""`check`, `trust` and `inspect`."""
 
 import hashlib
 import importlib
@@ -39,12 +39,12 @@ def summary(bundle):
 
 
 def test_verify_prints_what_was_checked_and_as_json_has_digest_target_verdict_and_hashes(built):
-    ran = vlexport("verify", built)
+    ran = vlexport("check", built)
     assert ran.code == 0
     assert re.fullmatch(rf"{re.escape(str(built))}: \d+ files intact, trusted, fits eager@\S+\n", ran.out)
-    found = vlexport("verify", built, "--json").document
+    found = vlexport("check", built, "--json").document
     manifest = Bundle.open(built).manifest
-    assert (found["schema"], found["verb"], found["bundle"]) == (1, "verify", str(built))
+    assert (found["schema"], found["verb"], found["bundle"]) == (1, "check", str(built))
     assert (found["digest"], found["target"]) == (digest(built), manifest.target.tag)
     assert (found["parity"], found["summary"]) == ("passed", summary(built))
     assert f"accuracy check: {summary(built)}" in ran.err
@@ -52,8 +52,8 @@ def test_verify_prints_what_was_checked_and_as_json_has_digest_target_verdict_an
 
 
 def test_a_private_recipe_is_verified_when_it_is_named(failed, wrong_recipe):
-    assert vlexport("verify", failed).code == 4
-    ran = vlexport("verify", failed, "--recipe", wrong_recipe)
+    assert vlexport("check", failed).code == 4
+    ran = vlexport("check", failed, "--recipe", wrong_recipe)
     assert ran.code == 0
     assert re.search(r"accuracy check: \d.*, failed$", ran.err, re.MULTILINE)
 
@@ -62,11 +62,12 @@ def test_parity_stores_the_verdict_and_leaves_every_byte_and_the_trust_in_copies
     mark(bundle, "not_run")
     before = {path: path.read_bytes() for path in bundle.rglob("*") if path.is_file()}
     copy = shutil.copytree(bundle, tmp_path / "copy")
-    ran = vlexport("parity", bundle)
+    ran = vlexport("check", bundle, "--accuracy")
     assert (ran.code, len(ran.lines), ran.lines[-1].endswith(", passed")) == (0, 1, True)
     assert "verdict stored" in ran.err
     assert {path: path.read_bytes() for path in bundle.rglob("*") if path.is_file()} == before
-    found = vlexport("verify", copy, "--trust", digest(bundle), "--json")
+    assert vlexport("trust", copy, digest(bundle)).code == 0
+    found = vlexport("check", copy, "--json")
     assert (found.code, found.document["parity"]) == (0, "passed")
 
 
@@ -96,18 +97,18 @@ def test_a_portable_bundle_opens_with_a_newer_library_once_it_passed_its_check_t
     monkeypatch.setattr(eager.Eager, "reads_older", True)
     made_with(bundle, "2.10.0")
     before = digest(bundle)
-    refused = vlexport("verify", bundle)
+    refused = vlexport("check", bundle)
     assert (refused.code, "built with eager 2.10.0" in refused.err) == (4, True), refused.err
     (command,) = re.findall(r"it opens: vlexport (.+)", refused.err)
     assert vlexport(*shlex.split(command)).code == 0
-    assert (vlexport("verify", bundle).code, digest(bundle)) == (0, before)
+    assert (vlexport("check", bundle).code, digest(bundle)) == (0, before)
     # Another version, and a check that failed, are not covered.
     here = eager.BACKEND.target()
     monkeypatch.setattr(eager.Eager, "target", lambda _: replace(here, version="2.99.0"))
-    assert vlexport("verify", bundle).code == 4
+    assert vlexport("check", bundle).code == 4
     monkeypatch.setattr(eager.Eager, "target", lambda _: here)
     Bundle.open(bundle).with_verdict(Verdict(status="failed", table={}), here)
-    assert vlexport("verify", bundle).code == 4
+    assert vlexport("check", bundle).code == 4
 
 
 @pytest.mark.parametrize(("version", "reads_older"), [("2.10.0", False), ("999.0", True), ("odd", True)])
@@ -116,10 +117,10 @@ def test_another_version_is_refused_without_a_way_where_no_newer_one_of_a_portab
 ):
     monkeypatch.setattr(eager.Eager, "reads_older", reads_older)
     made_with(bundle, version)
-    for verb in ("verify", "parity"):
-        ran = vlexport(verb, bundle)
+    for words in ((), ("--accuracy",)):
+        ran = vlexport("check", bundle, *words)
         assert (ran.code, "Build it on this machine" in ran.err) == (4, True), ran.err
-        assert "parity" not in ran.err
+        assert "--accuracy" not in ran.err
 
 
 def test_formats_that_newer_libraries_read_are_those_of_onnx_runtime_and_openvino():
@@ -129,13 +130,13 @@ def test_formats_that_newer_libraries_read_are_those_of_onnx_runtime_and_openvin
 
 @pytest.mark.slow
 def test_layers_are_shown_block_by_block_and_in_the_one_document(bundle):
-    ran = vlexport("parity", bundle, "--layers")
+    ran = vlexport("check", bundle, "--accuracy", "--layers")
     assert ran.code == 0
     stages = [line.split()[0] for line in ran.lines if line.startswith(("begin", "block"))]
     assert stages == ["begin", "block"]
     assert "first bad stage on" in ran.out
-    found = vlexport("parity", bundle, "--layers", "--json").document
-    assert (found["schema"], found["verb"], found["bundle"]) == (1, "parity", str(bundle))
+    found = vlexport("check", bundle, "--accuracy", "--layers", "--json").document
+    assert (found["schema"], found["verb"], found["bundle"]) == (1, "check", str(bundle))
     assert (found["status"], found["stored"]) == ("passed", True)
     assert {row["check"] for row in found["table"]["rows"]} >= {"weights", "settings", "embeds"}
     assert found["table"]["layers"]["first_bad"] is None
@@ -143,7 +144,7 @@ def test_layers_are_shown_block_by_block_and_in_the_one_document(bundle):
 
 def test_parity_against_other_weights_leaves_the_verdict_alone(bundle, tiny):
     before = digest(bundle)
-    ran = vlexport("parity", bundle, "--against", tiny(seed=5), "--json")
+    ran = vlexport("check", bundle, "--accuracy", "--checkpoint", tiny(seed=5), "--json")
     assert ran.code == 3
     assert (ran.document["status"], ran.document["stored"]) == ("failed", False)
     assert "accuracy check 'failed', 'passed' expected" in ran.err
@@ -153,7 +154,14 @@ def test_parity_against_other_weights_leaves_the_verdict_alone(bundle, tiny):
 @pytest.mark.slow
 def test_parity_against_a_copy_of_the_same_weights_counts(bundle, checkpoint, tmp_path):
     mark(bundle, "not_run")
-    ran = vlexport("parity", bundle, "--against", shutil.copytree(checkpoint, tmp_path / "copy"), "--json")
+    ran = vlexport(
+        "check",
+        bundle,
+        "--accuracy",
+        "--checkpoint",
+        shutil.copytree(checkpoint, tmp_path / "copy"),
+        "--json",
+    )
     assert (ran.code, ran.document["stored"]) == (0, True)
     assert Bundle.open(bundle).verdict.status == "passed"
     (tmp_path / "table.json").write_text(ran.out)
@@ -175,7 +183,8 @@ def moved(bundle, source):
 
 def test_a_source_that_changed_since_the_build_does_not_condemn_the_bundle(bundle, tiny):
     before = moved(bundle, tiny(seed=6))
-    ran = vlexport("parity", bundle, "--trust", before)
+    assert vlexport("trust", bundle, before).code == 0
+    ran = vlexport("check", bundle, "--accuracy")
     assert ran.code == 3
     assert "not the one that the bundle was built from" in ran.out
     assert "verdict not stored: the reference has other weights" in ran.err
@@ -183,7 +192,8 @@ def test_a_source_that_changed_since_the_build_does_not_condemn_the_bundle(bundl
 
 
 def test_a_source_that_is_gone_can_be_named_anew(bundle):
-    ran = vlexport("parity", bundle, "--trust", moved(bundle, "/nowhere/any/more"))
+    assert vlexport("trust", bundle, moved(bundle, "/nowhere/any/more")).code == 0
+    ran = vlexport("check", bundle, "--accuracy")
     assert ran.code == 2
     assert "'/nowhere/any/more' does not exist" in ran.err
 
@@ -221,8 +231,8 @@ def test_inspect_shows_that_contents_were_not_hashed(bundle):
     program.write_bytes(data)
     found = vlexport("inspect", bundle, "--json").document
     assert found["problem"] is None
-    assert found["contents"] == f"sizes compared, bytes not hashed; run: vlexport verify {bundle}"
-    assert vlexport("verify", bundle).code == 5
+    assert found["contents"] == f"sizes compared, bytes not hashed; run: vlexport check {bundle}"
+    assert vlexport("check", bundle).code == 5
 
 
 def test_inspect_shows_of_a_damaged_or_hostile_bundle_what_can_be_read_and_steers_no_terminal(bundle):
@@ -272,6 +282,6 @@ def test_a_bundle_of_every_recipe_passes_its_check_again_from_disk(name, tmp_pat
     assert built.code == 0, built.err
     bundle = Path(built.lines[-1])
     mark(bundle, "not_run")
-    ran = vlexport("parity", bundle)
+    ran = vlexport("check", bundle, "--accuracy")
     assert (ran.code, ran.lines[-1].endswith(", passed")) == (0, True), ran.err
     assert Bundle.open(bundle).verdict.status == "passed"

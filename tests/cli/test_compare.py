@@ -1,4 +1,4 @@
-"""`compare` and `diff`: what differs between two bundles, tables or graphs, and what is refused."""
+"""`compare`: what differs between two bundles, tables or graphs, and what is refused."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def changed(built, path, *, graph=None, **values):
 
 
 def document(bundle, path, *, stored=True):
-    """Write what `parity --json` would; `test_bundles.py` compares with a real one."""
+    """Write what `check --accuracy --json` would; `test_bundles.py` compares with a real one."""
     opened = Bundle.open(bundle)
     content = {
-        "schema": 1, "verb": "parity", "stored": stored,
+        "schema": 1, "verb": "check", "stored": stored,
         "identity": opened.manifest.identity(),
         "table": ParityReport.from_json(opened.verdict.table).to_json(),
     }  # fmt: skip
@@ -119,9 +119,9 @@ def test_files_are_compared_by_size_and_graphs_by_what_diff_counts(built, tmp_pa
     first, second = (changed(built, tmp_path / path.stem, graph=path) for path in graphs)
     found = vlexport("compare", first, second, "--json").document
     (graph,) = found["graphs"]
-    counted = vlexport("diff", first, second, "--json").document
+    (counted,) = vlexport("compare", first, second, "--graph", "model.onnx", "--json").document["graphs"]
     assert (graph["name"], graph["nodes"]) == ("model.onnx", counted["nodes"])
-    assert graph["differences"] == [list(each.values()) for each in counted["differences"]]
+    assert graph["differences"] == counted["differences"]
     assert found["sizes"]["model.onnx"] == [path.stat().st_size for path in graphs]
     assert found["sizes"]["program.pt2"] == [(built / "program.pt2").stat().st_size] * 2
     without = vlexport("compare", built, second, "--json").document
@@ -205,12 +205,13 @@ def test_a_bundle_from_elsewhere_is_approved_by_its_digest(built, tmp_path):
     made = replace(Bundle.open(strange).manifest, created="2031-01-01T00:00:00Z")
     (strange / "manifest.json").write_bytes(made.encoded())
     assert vlexport("compare", built, strange).code == 5
-    ran = vlexport("compare", built, strange, "--trust", "0" * 64)
-    assert (ran.code, f"expected, found {Bundle.open(built).digest} and {made.digest()}" in ran.err) == (
-        2,
-        True,
-    )
-    assert vlexport("compare", built, strange, "--trust", f"sha256:{made.digest()}").code == 0
+    ran = vlexport("trust", strange, "0" * 64)
+    assert (ran.code, f"its digest is {made.digest()}, and {'0' * 64} was approved" in ran.err) == (5, True)
+    ran = vlexport("trust", strange, made.digest()[:11])
+    assert (ran.code, "or the first 12" in ran.err) == (2, True)
+    ran = vlexport("trust", strange, f"sha256:{made.digest()[:12]}")
+    assert (ran.code, f"digest {made.digest()} approved" in ran.out) == (0, True)
+    assert vlexport("compare", built, strange).code == 0
 
 
 class Terminal(io.StringIO):
@@ -250,14 +251,15 @@ def model(path, *, width=8, twice=False):
 
 def test_equal_graphs_have_no_differences(tmp_path):
     path = model(tmp_path / "a.onnx")
-    ran = vlexport("diff", path, path, "--json")
-    assert (ran.code, ran.document["differences"], ran.document["nodes"]) == (0, [], [2, 2])
+    ran = vlexport("compare", path, path, "--json")
+    (graph,) = ran.document["graphs"]
+    assert (ran.code, ran.document["kind"], graph["differences"], graph["nodes"]) == (0, "graphs", [], [2, 2])
 
 
 def test_operators_inputs_and_weights_differ_by_shape(tmp_path):
     first, second = model(tmp_path / "a.onnx"), model(tmp_path / "b.onnx", width=6, twice=True)
-    found = vlexport("diff", first, second, "--json").document
-    rows = {tuple(row.values()) for row in found["differences"]}
+    (found,) = vlexport("compare", first, second, "--json").document["graphs"]
+    rows = set(map(tuple, found["differences"]))
     assert rows == {
         ("output", "y", "float [rows, 8]", 1, 0),
         ("output", "y", "float [rows, 6]", 0, 1),
@@ -267,9 +269,9 @@ def test_operators_inputs_and_weights_differ_by_shape(tmp_path):
         ("operator", "Relu", "[rows, 6]", 0, 3),
         ("operator", "If", "?", 0, 1),
     }
-    ran = vlexport("diff", first, second)
+    ran = vlexport("compare", first, second)
     assert "operator\tIf\t?\t0\t1" in ran.lines
-    assert "2 and 5 nodes; 7 differences" in ran.err
+    assert "model.onnx: 2 and 5 nodes" in ran.lines
 
 
 def test_what_is_no_graph_is_refused(tmp_path, built):
@@ -280,6 +282,6 @@ def test_what_is_no_graph_is_refused(tmp_path, built):
         (tmp_path / "c.onnx", "No such file"),
         (built, "no payload 'model.onnx'"),
     ):
-        ran = vlexport("diff", path, other)
+        ran = vlexport("compare", path, other)
         assert ran.code == 2
         assert words in ran.err

@@ -5,17 +5,15 @@ import os
 import pty
 import re
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pytest
 
 import vlexport as package
-from tests.cli.lines import vlexport
+from tests.cli.lines import SCRIPT, vlexport
 from vlexport.bundle import Bundle
 
-SCRIPT = Path(sys.executable).with_name("vlexport")
 COLOUR = re.compile(rb"\x1b\[[0-9;]*(?:3[0-9]|4[0-9]|9[0-7])[0-9;]*m")
 
 
@@ -139,14 +137,6 @@ def test_commands_run_in_threads_other_than_the_main_one():
     thread.start()
     thread.join()
     assert codes == [0]
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_completion_script_names_the_command(shell):
-    ran = vlexport("completion", shell)
-    assert ran.code == 0
-    assert "_VLEXPORT_COMPLETE" in ran.out
-    assert "vlexport" in ran.out
 
 
 def test_the_variable_of_the_script_completes_commands():

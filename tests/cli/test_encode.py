@@ -4,15 +4,16 @@ import io
 import json
 import re
 import stat
+import subprocess
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save_file
 
-from tests.cli.lines import vlexport
+from tests.cli.lines import SCRIPT, vlexport
 from vlexport._build import token_graphs
 from vlexport._build.aoti import target_here
 from vlexport.bundle import Bundle
@@ -77,6 +78,40 @@ def test_folders_globs_and_stdin_are_media(built, image, tmp_path, monkeypatch):
         ran = vlexport("encode", built, "--image", place, "--output", out)
         assert ran.code == 2
         assert reason in ran.err
+
+
+def test_files_are_images_or_videos_by_their_content(built, image, video, tmp_path):
+    photo, clip = (tmp_path / name for name in ("photo.dat", "clip.dat"))
+    photo.write_bytes(image.read_bytes())
+    clip.write_bytes(video.read_bytes())
+    found, named = tmp_path / "found.safetensors", tmp_path / "named.safetensors"
+    words = ("encode", built, "--fps", 2, "--output")
+    # As a shell expands `--image *.dat`: the option takes the first, the others stand alone.
+    assert vlexport(*words, found, "--image", photo, clip).code == 0
+    assert vlexport(*words, named, "--image", image, "--video", video).code == 0
+    (kept, expected) = (load_file(path) for path in (found, named))
+    assert {name: rows.tolist() for name, rows in kept.items()} == {
+        name: rows.tolist() for name, rows in expected.items()
+    }
+    ran = vlexport(*words, found, clip, tmp_path / "absent.png")
+    assert (ran.code, "image.0" in ran.err, "absent.png" in ran.err) == (2, True, True)
+    assert "video.0.embeds" in load_file(found)
+    folder = tmp_path / "shards"
+    assert vlexport("encode", built, "--fps", 2, "--output-dir", folder, photo, clip).code == 0
+    shard = load_file(next(folder.glob("*.safetensors")))
+    assert torch.equal(shard["item.1.embeds"], expected["video.0.embeds"])
+
+
+def test_embeddings_go_to_stdout(built, image, tmp_path):
+    words = [SCRIPT, "encode", built, image, "-q", "--output"]
+    done = subprocess.run([*words, "-"], capture_output=True, check=True)
+    assert done.stderr == b""
+    subprocess.run([*words, tmp_path / "x.safetensors"], check=True)
+    found, expected = load(done.stdout), load_file(tmp_path / "x.safetensors")
+    assert found.keys() == expected.keys()
+    assert torch.equal(found["image.0.embeds"], expected["image.0.embeds"])
+    ran = vlexport("encode", built, image, "--output", "-", "--json")
+    assert (ran.code, "--output - given with --json" in ran.err) == (2, True)
 
 
 def test_the_file_names_what_made_it_and_no_folder_of_this_machine(built, image, video, tmp_path):

@@ -37,14 +37,14 @@ def test_a_bundle_comes_back_as_it_went_with_a_card(built, tmp_path):
     page = (tmp_path / "hub" / "README.md").read_text("utf-8")
     own = (built / "card.md").read_text("utf-8")
     assert page == (
-        f"{own}\n## Get it\n\n```bash\nvlexport pull {tmp_path / 'hub'} {built.name} "
-        f"--trust {ran.document['digest']}\n```\n"
+        f"{own}\n## Get it\n\n```bash\nvlexport pull {tmp_path / 'hub'} {built.name}"
+        f"\nvlexport trust engines/{built.name} {ran.document['digest']}\n```\n"
     )
     found = vlexport("pull", tmp_path / "hub", "-o", tmp_path / "mine", "--json")
     assert found.code == 0, found.err
     assert found.document["trusted"]  # built here
     copy = tmp_path / "mine" / built.name
-    assert vlexport("verify", copy).code == 0
+    assert vlexport("check", copy).code == 0
     assert {each.name: each.read_bytes() for each in copy.iterdir() if each.is_file()} == {
         each.name: each.read_bytes() for each in built.iterdir() if each.is_file()
     }
@@ -60,12 +60,8 @@ def test_a_strangers_bundle_is_placed_and_not_opened_before_it_is_approved(repos
         Bundle.open(path)
     ran = vlexport("pull", repository, "-o", tmp_path / "again")
     assert (ran.code, ran.lines) == (0, [str(tmp_path / "again" / "entry")])
-    assert f"--trust {digest}" in ran.err
-    with pytest.raises(UntrustedError):
-        hub.pull(str(repository), tmp_path / "other", trust="0" * 64, user_data=tmp_path / "data")
-    assert list((tmp_path / "other").iterdir()) == []
-    path, _ = hub.pull(str(repository), tmp_path / "other", trust=digest, user_data=tmp_path / "data")
-    assert Bundle.open(path, user_data=tmp_path / "data").digest == digest
+    assert f"vlexport trust {tmp_path / 'again' / 'entry'} {digest}" in ran.err
+    assert Bundle.open(path, trust=digest).digest == digest
 
 
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="no second account: it takes root")
@@ -88,19 +84,19 @@ def test_what_is_pushed_and_pulled_is_for_whom_the_umask_lets_read_it(built, mas
 def test_the_line_to_paste_works_where_the_folder_has_a_space(tmp_path):
     store(tmp_path / "another", tmp_path / "strangers-data", payloads={"engine.bin": b"another"})
     ran = vlexport("pull", tmp_path / "another", "-o", tmp_path / "my engines")
-    words = shlex.split(ran.err[ran.err.index("vlexport verify") :])
-    assert words[:4] == ["vlexport", "verify", str(tmp_path / "my engines" / "entry"), "--trust"]
-    assert vlexport(*words[1:]).code == 4  # of a backend that this machine lacks
+    words = shlex.split(ran.err[ran.err.index("vlexport trust") :])
+    assert words[:3] == ["vlexport", "trust", str(tmp_path / "my engines" / "entry")]
+    assert vlexport(*words[1:]).code == 0
 
 
-def test_what_a_killed_pull_leaves_is_what_cache_prune_removes(repository, tmp_path, monkeypatch):
+def test_what_a_killed_pull_leaves_is_what_rm_removes(repository, tmp_path, monkeypatch):
     monkeypatch.setattr(hub, "copy_payload", lambda *_, **__: os._exit(9))
     child = os.fork()
     if child == 0:
         hub.pull(str(repository), tmp_path / "mine")
     os.waitpid(child, 0)
     assert len(list((tmp_path / "mine").iterdir())) == 1
-    assert vlexport("cache", "prune", "-o", tmp_path / "mine").code == 0
+    assert vlexport("bundles", "rm", "--unfinished", "-o", tmp_path / "mine").code == 0
     assert list((tmp_path / "mine").iterdir()) == []
 
 
@@ -171,7 +167,7 @@ def test_the_hub_is_read_at_one_commit_and_given_a_folder_and_a_card(
     ran = vlexport("push", built, "org/name")
     assert (ran.code, ran.lines) == (0, [f"org/name/{built.name}"]), ran.err
     assert made == [("org/name", {"private": True, "exist_ok": True}), sorted(["README.md", built.name])]
-    assert f"vlexport pull org/name {built.name} --trust " in pages[0]
+    assert f"vlexport pull org/name {built.name}\nvlexport trust " in pages[0]
 
 
 def test_a_bundle_without_a_card_gets_its_page_and_a_later_check_is_on_it(built, repository, tmp_path):
@@ -233,7 +229,9 @@ def test_a_bundle_goes_through_a_server_and_is_checked_on_its_way(built, tmp_pat
     with served("org/name") as (url, repository), online(url, tmp_path) as run:
         code, _, err = run("pull", "org/name", "-o", tmp_path / "mine")
         assert (code, "org/name@main cannot be downloaded" in err) == (2, True), err
-        code, out, err = run("push", built, "org/name", "--trust", Bundle.open(built).digest)
+        code, out, err = run("trust", built, Bundle.open(built).digest)
+        assert code == 0, err
+        code, out, err = run("push", built, "org/name")
         assert (code, out) == (0, f"org/name/{name}\n"), err
         assert repository.private
         files = [each.relative_to(built) for each in built.rglob("*") if each.is_file()]

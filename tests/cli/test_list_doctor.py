@@ -12,35 +12,30 @@ import pytest
 import torch.nn.functional as F
 
 from tests.cli.lines import vlexport
-from vlexport.backends import backend_names, eager
+from vlexport.backends import backend_names, eager, find_backend
 from vlexport.positions import mrope
 from vlexport.recipe import list_recipes, recipe_folder
 from vlexport.tools import doctor
 
 
-def test_list_names_every_recipe_backend_and_pair_in_plain_columns():
+def test_list_names_every_recipe_with_its_model_types_in_plain_columns():
     ran = vlexport("list")
     rows = [line.split("\t") for line in ran.lines]
     assert ran.code == 0
-    for card in list_recipes():
-        assert [card.name, ", ".join(card.model_types), card.summary] in rows
-        for name in backend_names():
-            assert any(row[:2] == [card.name, name] for row in rows)
-
-
-def test_list_and_its_document_show_why_a_pair_cannot_be_built_or_run_here(monkeypatch):
-    monkeypatch.setattr(eager.Eager, "missing", lambda _: "its library is not installed.")
-    rows = [line.split("\t") for line in vlexport("list").lines]
-    assert ["qwen2_5_vl", "eager", "its library is not installed."] in rows
-    assert ["qwen2_5_vl", "onnxruntime", "builds and runs"] in rows
+    assert rows[1:] == [[card.name, ", ".join(card.model_types), card.summary] for card in list_recipes()]
     found = vlexport("list", "--json").document
     assert (found["schema"], found["verb"]) == (1, "list")
     assert [each["name"] for each in found["recipes"]] == [card.name for card in list_recipes()]
-    assert [each["name"] for each in found["backends"]] == backend_names()
-    pairs = {(each["recipe"], each["backend"]): each for each in found["pairs"]}
-    lost = pairs["qwen2_5_vl", "eager"]
-    assert (lost["builds"], lost["runs"], lost["reason"]) == (False, False, "its library is not installed.")
-    assert pairs["qwen2_5_vl", "onnxruntime"]["builds"]
+
+
+def test_doctor_names_every_backend_with_its_precisions_and_what_it_lacks(monkeypatch):
+    monkeypatch.setattr(eager.Eager, "missing", lambda _: "its library is not installed.")
+    rows = [line.split("\t") for line in vlexport("doctor").lines]
+    assert ["eager", "float32, bfloat16", find_backend("eager").summary] in rows
+    assert ["backend eager", "note", "its library is not installed.", ""] in rows
+    found = {each["name"]: each for each in vlexport("doctor", "--json").document["backends"]}
+    assert sorted(found) == sorted(backend_names())
+    assert found["eager"]["missing"] == "its library is not installed."
 
 
 def test_help_list_and_inspect_load_no_torch(built):
@@ -61,7 +56,7 @@ def test_doctor_looks_at_memory_disk_locks_devices_libraries_and_backends():
     assert all(each["advice"] for each in found.values() if each["state"] == "broken")
     rows = [line.split("\t") for line in vlexport("doctor").lines]
     assert rows[0] == ["check", "state", "found", "do"]
-    assert {len(row) for row in rows} == {4}
+    assert {len(row) for row in rows} == {4, 3}
 
 
 def test_a_broken_machine_is_exit_code_4_with_advice_and_still_one_document(monkeypatch):

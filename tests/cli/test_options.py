@@ -37,7 +37,7 @@ def test_short_names_of_dtypes_are_those_of_torch(checkpoint, tmp_path, subtests
 
 
 def test_the_decoder_takes_short_names_of_dtypes(built, checkpoint):
-    words = ("run", built, "--decoder", checkpoint, "--prompt", "a", "--max-new-tokens", 2, "--json")
+    words = ("run", built, "--checkpoint", checkpoint, "--prompt", "a", "--max-new-tokens", 2, "--json")
     short, long = (vlexport(*words, "--dtype", dtype) for dtype in ("bf16", "bfloat16"))
     assert (short.code, long.code) == (0, 0), short.err
     assert short.document["token_ids"] == long.document["token_ids"]

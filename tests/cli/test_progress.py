@@ -166,7 +166,7 @@ def terminal_lines(sent):
 
 def test_quiet_prints_no_progress_and_no_notes_but_data_and_errors(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    loud, quiet = vlexport("cache", "ls", "-o", tmp_path), vlexport("cache", "ls", "-o", tmp_path, "-q")
+    loud, quiet = vlexport("bundles", "ls", "-o", tmp_path), vlexport("bundles", "ls", "-o", tmp_path, "-q")
     assert "entries" in loud.err
     assert (quiet.code, quiet.out, quiet.err) == (0, loud.out, "")
     assert "does not exist here" in vlexport("--quiet", "build", "nowhere").err

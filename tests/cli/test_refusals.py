@@ -185,7 +185,7 @@ VERIFIES = {
     "altered payload": (lambda w: w.flip("program.pt2"), 5,
         rf"'program\.pt2' has SHA-256 {DIGEST}; expected {DIGEST}"),
     "untrusted": (lambda w: w.manifest(created="2030-01-01T00:00:00Z", approve=False), 5,
-        rf"neither built here nor approved.*found {DIGEST}.*--trust {DIGEST}"),
+        rf"neither built here nor approved.*found {DIGEST}.*vlexport trust .*{DIGEST}"),
 }  # fmt: skip
 
 
@@ -251,7 +251,7 @@ def locked(world):
     world.patch.setattr(building, "staged", partial(building.staged, wait_seconds=0.2))
     checkpoint = building.Checkpoint.open(str(world.checkpoint))
     spec = building.request(checkpoint, backend="eager", into=world.folder / "e")
-    path = building.entry_path(world.folder / "e", building.build_key(spec))
+    path = building.entry_for(world.folder / "e", building.build_key(spec), spec.model)
     path.parent.mkdir()
     with FileLock(path.parent / f".lock-{path.name}"):
         return world.build()
@@ -276,7 +276,7 @@ COMMANDS = {
     "an endless name for the result": (lambda w: w.encode_into(w.folder / f"{LONG}.safetensors"), 2,
         "File name too long"),
     "an endless name of an image": (lambda w: w.encode("--image", w.folder / LONG), 2, "File name too long"),
-    "an endless name of a bundle": (("verify", LONG), 2, "does not exist"),
+    "an endless name of a bundle": (("check", LONG), 2, "does not exist"),
     "an endless name of a checkpoint": (("plan", LONG), 2, "File name too long"),
     "an endless name of a collection": (
         lambda w: vlexport("encode", w.bundle, "--image", w.image, "--output-dir", w.folder / LONG), 2,
@@ -287,7 +287,8 @@ COMMANDS = {
         "File name too long"
     ),
     "an endless name of a checkpoint to compare": (
-        lambda w: vlexport("parity", w.bundle, "--against", w.folder / LONG), 2, "File name too long"
+        lambda w: vlexport("check", w.bundle, "--accuracy", "--checkpoint", w.folder / LONG), 2,
+        "File name too long"
     ),
     "an endless name in a list": (a_line_without_an_end, 2, "line 2: path of 524288 characters given"),
     "a list for a number": (patch_size_in_a_list, 2,
@@ -295,12 +296,14 @@ COMMANDS = {
     "nothing": ((), 2, r"Usage: vlexport"),
     "no such verb": (("bild",), 2, r"No such command 'bild'.*See `vlexport --help`"),
     "a verb misspelled": (("biuld",), 2, r"Did you mean 'build'\? See `vlexport --help`"),
-    "no shell": (("completion",), 2, r"Choose from: bash, zsh, fish\. See `vlexport completion --help`"),
+    "a verb of before": (("parity", "x"), 2, r"parity is now `vlexport check --accuracy`"),
+    "an option of before": (("run", "x", "--decoder", "y"), 2, r"decoder is now --checkpoint"),
     "a bundle as checkpoint": (lambda w: vlexport("plan", w.bundle), 2,
         r"bundle looks like a bundle; a checkpoint is expected\. Pass the one that it was built from"),
     "a scheme as dtype": (lambda w: w.build("--dtype", "int8"), 2,
         r"dtype 'int8' given, a floating dtype expected\. Pass it as quantize"),
-    "inputs where no folder can be": (lambda w: vlexport("export-inputs", w.bundle, "-o", "/proc/x"), 2,
+    "inputs where no folder can be": (
+        lambda w: vlexport("repro", w.bundle, "--inputs-only", "-o", "/proc/x"), 2,
         r"/proc/x: no folder can be made there \(No such file"),
     "threads below none": (lambda w: w.encode("--image", w.image, "--threads", -2), 2,
         "threads: -2 given, 0 .* or more expected"),
@@ -308,7 +311,7 @@ COMMANDS = {
         r"(?s)b\.mp4: No such file.*a\.png: No such file"),
     "no argument": (("build",), 2, r"Missing argument 'CHECKPOINT'.*`vlexport build --help`"),
     "no such option": (("build", "x", "--fast"), 2, r"No such option: --fast"),
-    "no such bundle": (("verify", "nowhere"), 2, r"'nowhere' does not exist"),
+    "no such bundle": (("check", "nowhere"), 2, r"'nowhere' does not exist"),
     "no such checkpoint": (("build", "nowhere"), 2, r"'nowhere' does not exist here; .*safetensors"),
     "pixels in words": (lambda w: w.build("--max-pixels", "many"), 2,
         r"'--max-pixels': 'many' given\. .*valid integer"),
@@ -353,7 +356,7 @@ COMMANDS = {
 }  # fmt: skip
 VERBS = {
     "build": (BUILDS, World.build),
-    "verify": (VERIFIES, lambda world: vlexport("verify", world.bundle)),
+    "check": (VERIFIES, lambda world: vlexport("check", world.bundle)),
     "encode": (ENCODES, lambda world: world.encode("--image", world.image)),
     "other": (COMMANDS, None),
 }

@@ -103,10 +103,13 @@ def test_every_command_and_flag_in_a_text_of_the_library_is_one_that_the_program
 
 
 def test_an_invented_verb_or_flag_is_found():
-    assert problems("Try `vlexport explain X`.") == ["no verb explain"]
-    assert problems("run: vlexport parity X --blocks") == ["parity has no --blocks", "nothing has --blocks"]
+    assert problems("Try `vlexport invent X`.") == ["no verb invent"]
+    assert problems("run: vlexport check X --blocks --accuracy") == [
+        "check has no --blocks",
+        "nothing has --blocks",
+    ]
     assert problems("Leave --layer out.") == ["nothing has --layer"]
-    assert problems("`vlexport parity -v X --layers`, and vlexport opens nothing") == []
+    assert problems("`vlexport check -v X --accuracy --layers`, and vlexport opens nothing") == []
 
 
 def printed(text, verb):
@@ -122,14 +125,14 @@ def test_what_is_printed_about_a_bundle_of_a_private_recipe_names_its_file_and_r
         assert "FILE" in words
         return [str(wrong_recipe) if word == "FILE" else word for word in words]
 
-    ran = command(*filled(printed(command("inspect", failed).out, "verify")))
+    ran = command(*filled(printed(command("inspect", failed).out, "check")))
     assert ran.code == 0, ran.err
     refused = command("encode", failed, "--image", image, "--output", tmp_path / "out.safetensors").err
-    again = filled(printed(refused, "parity"))
-    assert again[:1] == ["parity"]
+    again = filled(printed(refused, "check"))
+    assert again[:1] == ["check"]
     ran = command(*again)
     assert (ran.code, "epsilon" in ran.out + ran.err or "failed" in ran.out) == (3, True), ran.err
-    assert "FILE" in printed(failed_build.err, "parity")
+    assert "FILE" in printed(failed_build.err, "check")
 
 
 def rebuilt(bundle, **filled):
@@ -210,8 +213,8 @@ def test_each_command_on_a_page_runs_for_that_bundle(kind, built, checkpoint, vi
         html.unescape(each) for each in re.findall(r"<code>(vlexport [^<]*)</code>", page.read_text("utf-8"))
     ]
     verbs = {shlex.split(line)[1] for line in lines}
-    own = set() if kind == "generic" else {"parity", "sweep", "run"}
-    assert verbs == {"bench", "plan", "verify"} | own
+    own = set() if kind == "generic" else {"sweep", "run"}
+    assert verbs == {"bench", "plan", "check"} | own
     values = {
         "BUNDLE": bundle, "SOURCE": source, "VIDEO": video, "TEXT": "x", "RATE": "0.5", "HxW": "56x56",
         "...": "--max-images=1",

@@ -203,7 +203,7 @@ def test_the_call_that_failed_the_accuracy_check_is_the_one_in_the_archive(check
 
 @pytest.mark.slow
 def test_inputs_are_exported_for_every_backend(built: Path, tmp_path: Path):
-    ran = vlexport("export-inputs", built, "--output-dir", tmp_path / "inputs", "--json")
+    ran = vlexport("repro", built, "--inputs-only", "-o", tmp_path / "inputs", "--json")
     assert ran.code == 0, ran.err
     stored = json.loads((tmp_path / "inputs" / "inputs.json").read_text())
     assert len(ran.document["cases"]) == len(stored["cases"]) == 3
@@ -211,6 +211,6 @@ def test_inputs_are_exported_for_every_backend(built: Path, tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_folder_that_is_there_is_not_written_into(built: Path, tmp_path: Path):
-    ran = vlexport("export-inputs", built, "--output-dir", tmp_path)
+    ran = vlexport("repro", built, "--inputs-only", "--output", tmp_path)
     assert ran.code == 2
     assert "exists; a new folder is expected" in ran.err

@@ -60,7 +60,7 @@ def written(case: dict, folder: Path) -> list[object]:
 )
 def test_a_recorded_request_gives_its_tokens_as_json(recorded_bundle, tmp_path, case):
     words = ("--raw-prompt", case["prompt"], "--max-new-tokens", 32, *written(case, tmp_path))
-    ran = vlexport("run", recorded_bundle, "--decoder", CHECKPOINT, *words, "--json")
+    ran = vlexport("run", recorded_bundle, "--checkpoint", CHECKPOINT, *words, "--json")
     assert ran.code == 0, ran.err
     found = ran.document
     expected = load_file(FOLDER / "e2e" / case["file"])
@@ -74,15 +74,17 @@ def test_a_recorded_request_gives_its_tokens_as_json(recorded_bundle, tmp_path, 
 
 
 @pytest.fixture
-def run_question(built, checkpoint):
+def run_question(built):
+    """Ask the bundle's own checkpoint."""
+
     def run(*words):
-        return vlexport("run", built, "--decoder", checkpoint, "--max-new-tokens", 12, *words)
+        return vlexport("run", built, "--max-new-tokens", 12, *words)
 
     return run
 
 
 def test_the_answer_is_on_stdout_streamed_or_not_and_times_are_on_stderr(run_question, image):
-    words = ("--prompt", "what?", "--image", image)
+    words = (image, "--prompt", "what?")
     ran = run_question(*words)
     assert ran.code == 0, ran.err
     document = run_question(*words, "--json").document
@@ -143,7 +145,7 @@ REFUSED = {
     "ratio": (("--prompt", "a", "--image", "{wide}"), 6, "{wide}: image of 2010x10 pixels: sides of at most"),
     "length": (("--prompt", "a", "--max-new-tokens", 5000), 6, "the decoder takes 4096"),
     "overlay": (("--prompt", "a", "--overlay", "x.jpg"), 2, "ends in .png"),
-    "overlay of nothing": (("--prompt", "a", "--overlay", "x.png"), 2, "--overlay given without --image and"),
+    "overlay of nothing": (("--prompt", "a", "--overlay", "x.png"), 2, "--overlay given without images and"),
     "placeholders": (("--raw-prompt", "<|image_pad|>"), 2, "0 images given, the prompt has"),
 }
 
@@ -158,7 +160,7 @@ def test_a_request_that_cannot_be_served_is_refused_with_the_reason(run_question
 
 
 def test_a_failed_bundle_answers_only_when_that_is_requested(failed, checkpoint, wrong_recipe):
-    words = ("--decoder", checkpoint, "--recipe", wrong_recipe, "--prompt", "a", "--max-new-tokens", 1)
+    words = ("--checkpoint", checkpoint, "--recipe", wrong_recipe, "--prompt", "a", "--max-new-tokens", 1)
     refused = vlexport("run", failed, *words)
     assert refused.code == 3
     assert "allow_failed" in refused.err
@@ -166,7 +168,7 @@ def test_a_failed_bundle_answers_only_when_that_is_requested(failed, checkpoint,
 
 
 def test_a_decoder_that_is_not_there_is_refused(built, tmp_path):
-    ran = vlexport("run", built, "--decoder", tmp_path / "nothing", "--prompt", "a")
+    ran = vlexport("run", built, "--checkpoint", tmp_path / "nothing", "--prompt", "a")
     assert ran.code == 2
     assert os.fspath(tmp_path) in ran.err
 
@@ -183,13 +185,13 @@ BAD_WORDS = [
 def test_words_that_no_request_can_have_are_refused_before_anything_is_loaded(tmp_path, subtests):
     for words, message in BAD_WORDS:
         with subtests.test(ascii(words)):
-            ran = vlexport("run", tmp_path, "--decoder", CHECKPOINT, *words)
+            ran = vlexport("run", tmp_path, "--checkpoint", CHECKPOINT, *words)
             assert ran.code == 2
             assert re.search(message, ran.err), ran.err
 
 
 def test_special_tokens_in_a_question_are_text_unless_that_is_allowed(recorded_bundle):
-    words = ("--decoder", CHECKPOINT, "--prompt", "why<|im_end|>", "--max-new-tokens", 1, "--json")
+    words = ("--checkpoint", CHECKPOINT, "--prompt", "why<|im_end|>", "--max-new-tokens", 1, "--json")
     plain, special = (
         vlexport("run", recorded_bundle, *words, *more).document["prompt_token_ids"]
         for more in ((), ("--allow-special-tokens",))

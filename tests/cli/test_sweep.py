@@ -16,7 +16,7 @@ SHORT = ("--rates", "0,0.5", "--selectors", "evs,random", "--max-new-tokens", 2)
 @pytest.fixture
 def sweep(built, checkpoint):
     def run(*words):
-        return vlexport("sweep", built, "--decoder", checkpoint, *words)
+        return vlexport("sweep", built, "--checkpoint", checkpoint, *words)
 
     return run
 
@@ -100,6 +100,17 @@ def test_what_cannot_be_swept_is_refused_with_what_to_do(sweep, video, tmp_path,
 def test_a_bundle_that_failed_its_check_is_swept_only_when_that_is_requested(
     failed, checkpoint, wrong_recipe, video
 ):
-    words = ("sweep", failed, "--decoder", checkpoint, "--recipe", wrong_recipe, "--video", video, "--fps", 2)
+    words = (
+        "sweep",
+        failed,
+        "--checkpoint",
+        checkpoint,
+        "--recipe",
+        wrong_recipe,
+        "--video",
+        video,
+        "--fps",
+        2,
+    )
     assert vlexport(*words, *SHORT).code == 3
     assert vlexport(*words, *SHORT, "--allow-failed").code == 0

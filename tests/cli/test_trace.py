@@ -80,7 +80,7 @@ def test_a_run_is_recorded_stage_by_stage_with_the_engine_inside_the_tower(
     built, checkpoint, image, tmp_path
 ):
     out = tmp_path / "trace.json"
-    words = ("--decoder", checkpoint, "--max-new-tokens", 4, "--prompt", "what?", "--image", image)
+    words = ("--checkpoint", checkpoint, "--max-new-tokens", 4, "--prompt", "what?", "--image", image)
     ran = vlexport("run", built, *words, "--trace", out, "--json")
     assert ran.code == 0, ran.err
     threads = spans_of(out)
@@ -143,7 +143,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_loaded(
     words, built, checkpoint, image, tmp_path
 ):
     verb, *rest = (word.format(folder=tmp_path) for word in words)
-    more = ("--decoder", checkpoint) if verb == "run" else ()
+    more = ("--checkpoint", checkpoint) if verb == "run" else ()
     for trace, message in (
         (tmp_path / "no" / "t.json", "Make it first"),
         (tmp_path / "t.txt", "ends in .json"),

@@ -24,7 +24,7 @@ def film(tmp_path):
 @pytest.fixture
 def play(built, checkpoint):
     def run(source, *words):
-        given = ("--decoder", checkpoint, "--max-new-tokens", 8, "--as-fast")
+        given = ("--checkpoint", checkpoint, "--max-new-tokens", 8, "--as-fast")
         return vlexport("watch", built, source, *given, *words)
 
     return run
@@ -39,7 +39,7 @@ def test_answers_are_those_of_run_on_the_clip_so_far(play, built, checkpoint, fi
         np.save(tmp_path / "part.npy", part)
         words = ("--prompt", answer["question"], "--video", tmp_path / "part.npy", "--fps", 4)
         expected = vlexport(
-            "run", built, "--decoder", checkpoint, "--max-new-tokens", 8, *words, "--json"
+            "run", built, "--checkpoint", checkpoint, "--max-new-tokens", 8, *words, "--json"
         ).document
         for name in ("prompt_token_ids", "token_ids", "text"):
             assert answer[name] == expected[name], (answer["question"], name)

@@ -81,7 +81,7 @@ def test_an_engine_that_rounds_too_much_fails_by_its_divergence(bundle, task, mo
 
 def test_few_answers_are_shown_and_not_judged(bundle, tmp_path):
     task = write_task(tmp_path / "few", 4, SEED)
-    ran = run("parity", bundle.path, "--task", task, "--json")
+    ran = run("check", bundle.path, "--accuracy", "--task", task, "--json")
     rows = [row for row in ran.document["table"]["rows"] if row["level"] == "L4"]
     assert ran.code == 0, ran.err
     assert [row["verdict"] for row in rows] == ["observed"] * 3
@@ -94,10 +94,10 @@ def test_questions_that_cannot_be_read_are_refused_before_anything_is_checked(bu
     assert phases == []
 
 
-def test_a_decoder_without_questions_is_refused(bundle):
-    ran = run("parity", bundle.path, "--decoder", TRAINED)
+def test_questions_without_the_check_are_refused(bundle):
+    ran = run("check", bundle.path, "--task", TRAINED)
     assert ran.code == 2
-    assert "--task" in ran.err
+    assert "--task given without --accuracy" in ran.err
 
 
 def test_answers_to_frames_that_are_pushed_are_those_to_the_whole_video(bundle, record_property):

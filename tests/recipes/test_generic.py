@@ -438,7 +438,7 @@ def test_a_picture_goes_from_the_shell_to_the_rows_of_transformers(model_type, t
         parts = model.get_image_features(images, **alone).pooler_output
     assert error(rows, torch.cat([each.flatten(0, -2) for each in parts])) < NEAR
     question = ("--image", tmp_path / "picture.png", "--prompt", "What?")
-    refused = vlexport("run", bundle, "--decoder", folder, *question)
+    refused = vlexport("run", bundle, "--checkpoint", folder, *question)
     assert refused.code == 2
     assert "Pass a checkpoint with its" in refused.err
 

@@ -93,22 +93,22 @@ encode empty -o x.safetensors --image photo.png --prune 2
 encode empty -o x.safetensors --image photo.png --fps 0
 encode empty -o x.safetensors --image photo.png --trace x.txt
 encode empty -o x.safetensors --image photo.png
-run empty --decoder x
-run empty --decoder x --prompt a --raw-prompt b
-run empty --decoder x --prompt a --temperature -1
-run empty --decoder x --prompt a --top-p 2
-run empty --decoder x --prompt a --max-new-tokens 0
-run empty --decoder x --prompt a --prune 1
-run empty --decoder x --prompt a --image none.png
-run empty --decoder x --prompt a --overlay kept.jpg
-run empty --decoder x --prompt a --trace x.txt
-run empty --decoder x --prompt a --stream --json
-run empty --decoder x --prompt a
-sweep empty --decoder x --video photo.png
-sweep empty --decoder x --video none.mp4
-sweep empty --decoder x --task t --prompt a
-sweep empty --decoder x --task t --rates half
-sweep empty --decoder x --task t --plot x.png
+run empty --checkpoint x
+run empty --checkpoint x --prompt a --raw-prompt b
+run empty --checkpoint x --prompt a --temperature -1
+run empty --checkpoint x --prompt a --top-p 2
+run empty --checkpoint x --prompt a --max-new-tokens 0
+run empty --checkpoint x --prompt a --prune 1
+run empty --checkpoint x --prompt a --image none.png
+run empty --checkpoint x --prompt a --overlay kept.jpg
+run empty --checkpoint x --prompt a --trace x.txt
+run empty --checkpoint x --prompt a --stream --json
+run empty --checkpoint x --prompt a
+sweep empty --checkpoint x --video photo.png
+sweep empty --checkpoint x --video none.mp4
+sweep empty --checkpoint x --task t --prompt a
+sweep empty --checkpoint x --task t --rates half
+sweep empty --checkpoint x --task t --plot x.png
 bench
 bench empty
 bench empty --size big

@@ -80,7 +80,7 @@ def test_a_bundle_proves_itself_without_its_checkpoint(bundle: Bundle) -> None:
     assert names[0] == "mix"
     assert len(names) > 3
     assert bundle.manifest.files[CALLS].size < 3 << 20
-    found = vlexport("verify", bundle.path, "--run", "--json").document["proof"]
+    found = vlexport("check", bundle.path, "--run", "--json").document["proof"]
     assert (found["calls"], found["same_bits"], found["problem"]) == (len(names), len(names), "")
     assert 0 < found["share"] < 0.26, "a bound is four times the larger error of the build"
     assert str(CHECKPOINT) not in (bundle.path / JOB).read_text()
@@ -100,7 +100,7 @@ def test_a_changed_proof_is_a_damaged_bundle(name: str, copy: Path) -> None:
     content[-2] ^= 1
     (copy / name).chmod(0o600)
     (copy / name).write_bytes(content)
-    assert vlexport("verify", copy, "--run").code == 5
+    assert vlexport("check", copy, "--run").code == 5
     if name in (CALLS, "model.weights"):
         ran = checked_alone(copy)
         assert (ran.returncode, f"not as its manifest says: {name}." in ran.stdout) == (5, True)
@@ -153,10 +153,10 @@ def test_a_newer_library_that_passes_it_opens_the_bundle(copy: Path, monkeypatch
     monkeypatch.setattr(
         onnxruntime.OnnxRuntime, "target", lambda _: replace(there, version="999.0", instruction_set=None)
     )
-    refused = vlexport("verify", copy)
-    assert (refused.code, f"vlexport verify {copy} --run" in refused.err) == (4, True), refused.err
-    assert vlexport("verify", copy, "--run").code == 0
-    assert vlexport("verify", copy).code == 0
+    refused = vlexport("check", copy)
+    assert (refused.code, f"vlexport check {copy} --run" in refused.err) == (4, True), refused.err
+    assert vlexport("check", copy, "--run").code == 0
+    assert vlexport("check", copy).code == 0
 
 
 def flipped(name: str, place: int, bit: int) -> Plant:
@@ -328,7 +328,7 @@ def test_a_failed_proof_names_call_output_and_bound_and_nothing_opens(
     copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     faulty = planted_in(copy, swapped("merger.mlp.2.weight"))
-    ran = vlexport("verify", copy, "--run")
+    ran = vlexport("check", copy, "--run")
     assert ran.code == 3
     assert "embeds of 'mix': relative_l2" in ran.err
     monkeypatch.setattr("vlexport.runtime.proof.processor_here", lambda: "another processor")

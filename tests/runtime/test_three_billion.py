@@ -102,7 +102,7 @@ def run_question(folder: Path, checkpoint: Path, bundle: Path, kind: str) -> Too
         words = ("--video", folder / "video.npy", "--fps", 2, "--prune", 0.5)
         np.save(words[1], random.integers(0, 256, (FRAMES, SIDE, SIDE, 3), dtype=np.uint8))
     rest = ("--prompt", "What is here?", "--max-new-tokens", NUM_NEW, "--json")
-    return vlexport("run", bundle, "--decoder", checkpoint, *words, *rest)
+    return vlexport("run", bundle, "--checkpoint", checkpoint, *words, *rest)
 
 
 def measure(folder: Path) -> dict[str, Any]:

@@ -72,17 +72,18 @@ class World:
         out = self.folder / "out.safetensors"
         return [
             ["inspect", bundle],
-            ["verify", bundle, "--trust", trust],
+            ["trust", bundle, trust],
+            ["check", bundle],
             ["encode", bundle, "--image", self.image, "--video", self.frames, *PRUNED, "--output", out],
-            *([["parity", bundle]] if check else []),
+            *([["check", bundle, "--accuracy"]] if check else []),
         ]
 
     def check(
         self, damaged: Mutated, verbs: Sequence[Sequence[object]], *, approved: bool = False
     ) -> list[str]:
-        """Run verbs on a case and return what must not be; `verify` accepts what was approved."""
+        """Run verbs on a case and return what must not be; `trust` accepts what was approved."""
         done = self.watched.outcome(verbs)
-        assert not approved or done.codes["1 verify"] == 0, done.output
+        assert not approved or done.codes["1 trust"] == 0, done.output
         return [f"{damaged.name}: {fault}\n{done.output[-600:]}" for fault in done.faults()]
 
 
@@ -103,7 +104,7 @@ def test_damaged_files_of_checkpoints(world: World, part: int) -> None:
         damage: Damage = mutate_json if file.endswith(".json") else mutate_text
         damaged = damage((source / file).read_bytes(), file, seed)
         checkpoint, bundle = world.copy(source, damaged), world.bundle(family, "eager")
-        question = ["--decoder", checkpoint, "--prompt", "What?", "--image", world.image]
+        question = ["--checkpoint", checkpoint, "--prompt", "What?", "--image", world.image]
         # A check against damaged weights may have marked the bundle.
         question += ["--max-new-tokens", "2", "--allow-failed"]
         verbs: list[list[object]] = [["run", bundle, *question]]
@@ -114,7 +115,7 @@ def test_damaged_files_of_checkpoints(world: World, part: int) -> None:
             # A build runs the whole check: a sixth of the cases have one, of the quick ones a single one.
             verbs += [["inspect", checkpoint], ["plan", *words]]
             if seed % (6 if part else 30) == 1:
-                verbs += [["build", *words], ["parity", bundle, "--against", checkpoint]]
+                verbs += [["build", *words], ["check", bundle, "--accuracy", "--checkpoint", checkpoint]]
         faults += world.check(damaged, verbs)
     assert not faults, "\n".join(faults)
 

@@ -49,7 +49,7 @@ from vlexport.bundle import (
     Staging,
     Trust,
     Verdict,
-    entry_path,
+    entry_for,
     key_of,
     remove_leftovers,
     staged,
@@ -87,10 +87,11 @@ class Built:
         """Return the bundle, or raise a `ParityError`; one that cannot run here is no failure."""
         if not self.is_good:
             status, path = self.bundle.verdict.status, self.bundle.path
+            again = self.bundle.command("check", "--accuracy", "-v")
             raise ParityError(
                 f"the engine was not shown to agree with the reference: the bundle is marked '{status}' and "
                 f"will not run: {path}. {_reason(self.bundle)}{_instead(self.bundle)}"
-                f"`{self.bundle.command('parity', '-v')}` repeats the check and prints every row."
+                f"`{again}` repeats the check and prints every row."
             )
         return self.bundle
 
@@ -151,7 +152,7 @@ def build(  # noqa: PLR0913  what the command line offers, in one place
     """Build an engine, check it against the reference and store it; a finished one is reused.
 
     source       a folder, `org/name[@revision]` on the Hub, an open checkpoint, or a graph of `export`
-    backend      where it runs; `vlexport list` names those of this machine
+    backend      where it runs; `vlexport doctor` names those of this machine
     dtype        `float32` (default), `bfloat16` or `float16`; also `fp32`, `bf16`, `fp16`, or torch's own
     profile      sizes that it takes: names such as "image,video", or `MediaBounds(max_pixels=...)`
     quantize     `int8` for weights in 8 bits; `input_dtype`: `uint8` for pixels that the engine normalises
@@ -239,7 +240,7 @@ def build_checkpoint(spec: BuildSpec, progress: Progress = log_progress, graph: 
 
     progress("hash weights", 0.0)
     key = build_key(spec)
-    path, digest = entry_path(spec.into, key), key_of(key)
+    path, digest = entry_for(spec.into, key, spec.model), key_of(key)
     verdicts = enough(spec.backend, key.target)
     if (bundle := stored(path, digest, verdicts)) is not None:
         remove_leftovers(spec.into, path.name)

@@ -13,7 +13,7 @@ from vlexport._build.key import build_key, enough
 from vlexport._build.spec import BuildSpec
 from vlexport._build.timings import build_seconds
 from vlexport.backends import capability_of
-from vlexport.bundle import entry_path, finished, key_of
+from vlexport.bundle import entry_for, finished, key_of
 from vlexport.checkpoint.names import ModuleMapping
 from vlexport.codec import encode
 from vlexport.parity.samples import (
@@ -94,7 +94,7 @@ def forecast(spec: BuildSpec) -> Forecast:
     assert spec.backend is not None
     check_folder(spec.into)
     fields = build_key(spec)
-    path = entry_path(spec.into, fields)
+    path = entry_for(spec.into, fields, spec.model)
     present = finished(path, key_of(fields))
     axes = spec.recipe.axes(spec.config, spec.form)
     inputs = specs_of(example_inputs(spec.recipe, spec.config, spec.dtype, spec.form), axes)

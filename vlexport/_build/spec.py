@@ -49,6 +49,11 @@ class BuildSpec(TowerSpec):
         return TowerScale.of(shapes, self.recipe.row_width(self.config))
 
     @property
+    def model(self) -> str:
+        """Return the last word of the checkpoint's place."""
+        return Path(self.checkpoint.location.place.partition("@")[0]).name
+
+    @property
     def size(self) -> int:
         return self.scale.stored("float32", None)
 

@@ -16,10 +16,9 @@ from vlexport.bundle.manifest import (
     RecipeIdentity,
     Status,
     Verdict,
-    entry_path,
     key_of,
 )
-from vlexport.bundle.store import Staging, finished, remove_leftovers, staged
+from vlexport.bundle.store import Staging, check_tag, entry_for, finished, remove_leftovers, staged, tag
 from vlexport.bundle.trust import Trust
 from vlexport.codec import Json, JsonObject
 
@@ -47,10 +46,12 @@ __all__ = [
     "Status",
     "Trust",
     "Verdict",
+    "check_tag",
     "command",
-    "entry_path",
+    "entry_for",
     "finished",
     "key_of",
     "remove_leftovers",
     "staged",
+    "tag",
 ]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from vlexport.bundle import MANIFEST_NAME, Bundle, Manifest, Trust
+from vlexport.bundle import MANIFEST_NAME, Bundle, Manifest
 from vlexport.bundle.files import check_listing, copy_payload, fix, read_file
 from vlexport.bundle.store import working_folder
 from vlexport.checkpoint.source import download
@@ -49,12 +49,11 @@ def pull(
     into: Path,
     *,
     name: str | None = None,
-    trust: str | None = None,
     user_data: Path | None = None,
 ) -> tuple[Path, str]:
     """Copy a bundle out of a repository, every byte as in its manifest; return its path and digest.
 
-    Nothing of it is loaded or run. It is opened only where its digest is trusted, by `trust` or as one's own.
+    Nothing of it is loaded or run. It is opened only where its digest is trusted.
     source  as for `push`, on the Hub with `@revision`
     name    of several bundles in a repository
     """
@@ -62,8 +61,6 @@ def pull(
     with _fetched(source, name, into) as (root, folder):
         raw = read_file(root / folder, MANIFEST_NAME, MAX_BYTES)
         manifest, digest = Manifest.parse(raw), hashlib.sha256(raw).hexdigest()
-        if trust is not None:
-            Trust.of(user_data).require(digest, trust, root / folder)
         path = into / folder
         if not path.exists():
             _copy(root / folder, manifest, raw, path)
@@ -83,7 +80,8 @@ def _page(bundle: Bundle, name: str, target: str) -> str:
 ## Get it
 
 ```bash
-vlexport pull {shlex.quote(target)} {shlex.quote(plain(name))} --trust {bundle.digest}
+vlexport pull {shlex.quote(target)} {shlex.quote(plain(name))}
+vlexport trust {shlex.quote(f"engines/{plain(name)}")} {bundle.digest}
 ```
 {again}"""
 

@@ -11,18 +11,18 @@ from typing import Literal
 
 from vlexport.bundle.bundle import Bundle, Inspection
 from vlexport.bundle.files import MANIFEST_NAME, check_payload
-from vlexport.bundle.store import remove_entry, unfinished
+from vlexport.bundle.store import remove_entry, tags_of, unfinished
 from vlexport.bundle.user_folders import user_cache
 from vlexport.errors import BundleError, LockedError, RequestError
 
-Kind = Literal["bundle", "unfinished", "cache"]
+Kind = Literal["bundle", "unfinished", "cache", "tag"]
 SECONDS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 BYTES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """A bundle, a build's working folder, or a cache file; `problem`: why it cannot be used, if it cannot."""
+    """A bundle with its tags, a build's working folder, or a cache file; `problem`: why it cannot be used."""
 
     kind: Kind
     path: Path
@@ -30,18 +30,22 @@ class Entry:
     age_seconds: float
     inspection: Inspection | None = None
     problem: str = ""
+    tags: tuple[str, ...] = ()
 
     @property
     def is_running(self) -> bool:
         return self.kind == "unfinished" and not self.problem
 
 
-def entries(into: Path) -> list[Entry]:
-    """Return the bundles and working folders of a folder and the files of the user's cache, oldest first."""
-    listed = [*_bundles(into), *_unfinished(into), *_cache_files()]
-    return sorted(
-        listed, key=lambda entry: (entry.kind != "bundle", entry.kind == "cache", -entry.age_seconds)
-    )
+def bundles(into: Path) -> list[Entry]:
+    """Return the bundles and the working folders of a folder, oldest first."""
+    listed = [*_bundles(into), *_unfinished(into)]
+    return sorted(listed, key=lambda entry: (entry.kind != "bundle", -entry.age_seconds))
+
+
+def cached() -> list[Entry]:
+    """Return the files of the user's cache, least recently used first."""
+    return sorted(_cache_files(), key=lambda entry: -entry.age_seconds)
 
 
 def _bundles(into: Path) -> Iterator[Entry]:
@@ -57,7 +61,13 @@ def _bundles(into: Path) -> Iterator[Entry]:
             problem = str(error)
         size, age = _measured(folder)
         yield Entry(
-            kind="bundle", path=folder, num_bytes=size, age_seconds=age, inspection=inspected, problem=problem
+            kind="bundle",
+            path=folder,
+            num_bytes=size,
+            age_seconds=age,
+            inspection=inspected,
+            problem=problem,
+            tags=tuple(link.name for link in tags_of(folder)),
         )
 
 
@@ -85,6 +95,22 @@ def _measured(path: Path) -> tuple[int, float]:
     return sum(sizes), max(0.0, time.time() - changed)
 
 
+def named(into: Path, names: Iterable[str], listed: list[Entry]) -> list[Entry]:
+    """Return the entries of these paths, or of names in a folder; a tag is an entry of its own."""
+    entries = []
+    for name in names:
+        path = Path(name) if Path(name).parent.name else into / name
+        here = [entry for entry in listed if entry.kind == "bundle" and entry.path == path]
+        if path.is_symlink():
+            here = [Entry(kind="tag", path=path, num_bytes=0, age_seconds=_measured(path)[1])]
+        elif not here:
+            here = [entry for entry in _bundles(path.parent) if entry.path == path]
+        if not here:
+            raise RequestError(f"{path}: no bundle or tag. `vlexport bundles ls` lists them.")
+        entries += here
+    return entries
+
+
 def damages(entry: Entry) -> list[str]:
     """Hash every file of a bundle and return what differs from its manifest."""
     if entry.inspection is None or entry.inspection.manifest is None or entry.problem:
@@ -99,25 +125,16 @@ def damages(entry: Entry) -> list[str]:
 
 
 def superfluous(
-    entries: Iterable[Entry], *, older_than: float | None = None, most_bytes: int | None = None
+    listed: Iterable[Entry], *, older_than: float | None = None, most_bytes: int | None = None
 ) -> list[Entry]:
-    """Return what may go: working folders of dead builds, what is too old, and the oldest beyond a size.
-
-    Builds that are running are kept, and bundles go before the cache, which is small.
-    """
-    listed = list(entries)
-    going = [entry for entry in listed if entry.kind == "unfinished" and entry.problem]
-    staying = [entry for entry in listed if entry.kind != "unfinished"]
-    if older_than is not None:
-        going += [entry for entry in staying if entry.age_seconds > older_than]
-        staying = [entry for entry in staying if entry.age_seconds <= older_than]
-    if most_bytes is not None:
-        rest = sum(entry.num_bytes for entry in staying)
-        for entry in staying:
-            if rest <= most_bytes:
-                break
-            going.append(entry)
-            rest -= entry.num_bytes
+    """Return those that are too old, and the oldest beyond a size."""
+    staying = list(listed)
+    going = [entry for entry in staying if older_than is not None and entry.age_seconds > older_than]
+    staying = [entry for entry in staying if entry not in going]
+    rest = sum(entry.num_bytes for entry in staying)
+    while most_bytes is not None and staying and rest > most_bytes:
+        going.append(staying.pop(0))
+        rest -= going[-1].num_bytes
     return going
 
 

@@ -38,6 +38,8 @@ LAYOUT = "on the host, where the text between kept frames is written"
 
 # Of one axis; with the largest factor of a symbol still a number of 63 bits.
 MAX_SIZE = 2**32
+# Of the key, in the name of an entry.
+DIGITS = 8
 
 _CREATED = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", re.ASCII)
 
@@ -366,8 +368,8 @@ def key_of(build: BuildKey) -> str:
     return hashlib.sha256(canonical({"vlexport build key": 4, "build": content})).hexdigest()
 
 
-def entry_path(into: Path, build: BuildKey) -> Path:
+def entry_path(into: Path, build: BuildKey, model: str) -> Path:
     """Return the path of a build under `into`: a part for people, and a part that no other build has."""
-    words = (build.recipe, build.backend, build.quantisation or build.dtype, build.profile.name)
-    readable = "-".join(re.sub(r"[^A-Za-z0-9_]+", "_", word)[:16].strip("_") or "x" for word in words)
-    return into / f"{readable}-{key_of(build)[:16]}"
+    words = (model, build.backend, build.quantisation or build.dtype, build.profile.name)
+    readable = "-".join(re.sub(r"[^A-Za-z0-9_.-]+", "_", word)[:32].strip("_.-") or "x" for word in words)
+    return into / f"{readable}-{key_of(build)[:DIGITS]}"

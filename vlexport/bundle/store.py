@@ -27,10 +27,10 @@ from filelock import FileLock, Timeout
 from vlexport.bundle import files
 from vlexport.bundle.bundle import Bundle
 from vlexport.bundle.files import MANIFEST_NAME, FileRecord, check_part
-from vlexport.bundle.manifest import Manifest
+from vlexport.bundle.manifest import DIGITS, BuildKey, Manifest, entry_path, key_of
 from vlexport.bundle.trust import Trust
 from vlexport.errors import BundleError, LockedError, RequestError
-from vlexport.system import check_room, explained, make_folder, write_synced
+from vlexport.system import check_room, explained, make_folder, replacing, write_synced
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +59,42 @@ def finished(path: Path, key: str, *, user_data: Path | None = None) -> Bundle |
     if bundle.manifest.key != key or bundle.verdict.status == "failed":
         return None
     return bundle
+
+
+def entry_for(into: Path, build: BuildKey, model: str) -> Path:
+    """Return the path of a build's entry: of the one that is there, from another folder of its model too."""
+    key = key_of(build)
+    for folder in sorted(into.glob(f"*-{key[:DIGITS]}")):
+        manifest = Bundle.inspect(folder).manifest if (folder / MANIFEST_NAME).is_file() else None
+        if manifest is not None and manifest.key == key:
+            return folder
+    return entry_path(into, build, model)
+
+
+def tags_of(path: Path) -> list[Path]:
+    """Return the links beside a bundle that name it."""
+    return [
+        link
+        for link in sorted(path.parent.iterdir())
+        if link.is_symlink() and link.resolve() == path.resolve()
+    ]
+
+
+def check_tag(into: Path, name: str) -> Path:
+    """Return the link that a tag is; refuse a name that something else has."""
+    link = into / check_part(name, "name")
+    if link.exists() and not link.is_symlink():
+        raise RequestError(f"{link}: no tag; expected a free name, or one that a tag has. Choose another.")
+    return link
+
+
+def tag(path: Path, name: str) -> Path:
+    """Name a bundle by a link beside it; a name that another bundle had is moved."""
+    path = path.resolve()
+    link = check_tag(path.parent, name)
+    with explained(path.parent), replacing(link) as temporary:
+        temporary.symlink_to(path.name)
+    return link
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -307,7 +343,10 @@ def remove_entry(into: Path, name: str) -> None:
     """Remove an entry, first from its place in one step; a `LockedError` while somebody builds it."""
     check_part(name, "entry name")
     with explained(into), _entry_lock(into, name, 0.0), working_folder(into, name) as scratch:
+        tags = tags_of(into / name)
         (into / name).rename(scratch / "removed")
+        for link in tags:
+            link.unlink(missing_ok=True)
 
 
 def _host() -> str:

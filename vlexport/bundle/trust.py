@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shlex
 import stat
 import tempfile
@@ -24,6 +25,8 @@ from vlexport.errors import InputError, RequestError, UntrustedError, VlexportEr
 from vlexport.system import shortage, write_synced
 
 logger = logging.getLogger(__name__)
+
+_APPROVAL = re.compile(r"[0-9a-f]{12,64}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,12 +108,13 @@ class Trust(_Records):
         self.record(digest, how)
         if (self.folder, digest) in self._HELD:
             logger.warning(
-                "%s: trusted by this command alone, as %s cannot be written to. Approve it each time, with "
-                "--trust %s, or set XDG_DATA_HOME to a folder of your own.", path, self.folder, digest,
+                "%s: trusted by this command alone, as %s cannot be written to. Set XDG_DATA_HOME to a "
+                "folder of your own, then approve it: vlexport trust %s %s",
+                path, self.folder, shlex.quote(str(path)), digest,
             )  # fmt: skip
 
     def require(self, digest: str, approve: str | None, path: Path) -> None:
-        if approve is not None and _read_approval(approve) != digest:
+        if approve is not None and not digest.startswith(_read_approval(approve)):
             raise UntrustedError(
                 f"{path}: its digest is {digest}, and {_read_approval(approve)} was approved. The bundle is "
                 "another one, or it changed since. Ask whoever gave you the digest."
@@ -123,7 +127,7 @@ class Trust(_Records):
         raise UntrustedError(
             f"{path}: neither built here nor approved. An engine is a program that runs with your rights; "
             f"expected a digest that you trust, found {digest}. If it is the one that its builder published, "
-            f"approve it: `vlexport verify {shlex.quote(str(path))} --trust {digest}`, or trust in Python."
+            f"approve it: `vlexport trust {shlex.quote(str(path))} {digest}`, or trust= in Python."
         )
 
 
@@ -140,7 +144,7 @@ class Verdicts(_Records):
             # Unreadable is not "passed": the bundle is checked again first.
             raise shortage(error) or RequestError(
                 f"{self.folder / digest}: the verdict of the last check cannot be read ({error}). Remove the "
-                "file, then check the bundle again: vlexport parity BUNDLE"
+                "file, then check the bundle again: vlexport check BUNDLE --accuracy"
             ) from error
 
     def write(self, digest: str, verdict: Verdict) -> None:
@@ -215,7 +219,9 @@ def recall_program(kept: CacheFile) -> bytes | None:
 
 def _read_approval(text: str) -> str:
     digest = text.strip().lower().removeprefix("sha256:")
-    try:
-        return check_digest(digest, "trust")
-    except InputError as error:
-        raise InputError(f"{error} `vlexport inspect BUNDLE` shows it.") from error
+    if not _APPROVAL.fullmatch(digest):
+        raise InputError(
+            f"trust: {digest[:80]!r} given; expected the 64 hex digits of a SHA-256, or the first 12. "
+            "`vlexport inspect BUNDLE` shows it."
+        )
+    return digest

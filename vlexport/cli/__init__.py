@@ -12,8 +12,8 @@ from itertools import pairwise
 import typer
 
 from vlexport import system
-from vlexport.cli import bench, build, bundles, cache, hub, machine
-from vlexport.cli.compare import compare, diff
+from vlexport.cli import bench, build, bundles, check, hub, machine
+from vlexport.cli.compare import compare
 from vlexport.cli.encode import encode
 from vlexport.cli.interrupts import STOPPED_CODES, Stopped, end_at_once, stoppable
 from vlexport.cli.options import Commands
@@ -67,13 +67,14 @@ def global_options(
 for group, commands in {
     "Build": (machine.demo, build.plan, build.build),
     "Use": (encode, answer, watch, sweep, bench.bench),
-    "Check": (bundles.inspect, bundles.verify, bundles.parity, bundles.report, compare, diff),
-    "Share": (hub.push, hub.pull, bundles.repro, bundles.export_inputs),
-    "This machine": (machine.list_, machine.doctor, machine.completion),
+    "Check": (check.inspect, check.check, check.report, compare),
+    "Share": (hub.push, hub.pull, check.trust, check.repro),
+    "This machine": (machine.list_, machine.doctor),
 }.items():
     for command in commands:
         app.command(command.__name__.strip("_").replace("_", "-"), rich_help_panel=group)(command)
-app.add_typer(cache.app, rich_help_panel="This machine")
+for group_app in (bundles.bundles, bundles.cache):
+    app.add_typer(group_app, rich_help_panel="This machine")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -175,10 +176,26 @@ def _explain(error: BaseException, words: list[str]) -> tuple[int, str]:
     return 1, f"unexpected {name}: {error}. This is a bug; run again with --debug for the traceback."
 
 
+# Verbs and options of earlier versions.
+_REPLACED = {
+    "verify": "`vlexport check`",
+    "parity": "`vlexport check --accuracy`",
+    "diff": "`vlexport compare`",
+    "export-inputs": "`vlexport repro --inputs-only`",
+    "completion": "an option: `vlexport --help`",
+    "against": "--checkpoint",
+    "decoder": "--checkpoint",
+    "trust": "`vlexport trust BUNDLE DIGEST`",
+}
+
+
 def _usage(error: BaseException, words: list[str]) -> str:
     text = " ".join(str(getattr(error, "format_message", error.__str__)()).split()).rstrip(". ")
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "vlexport"
+    for name, new in _REPLACED.items():
+        if f"command '{name}'" in text or f"option: --{name}" in text:
+            return f"{name} is now {new}. See `vlexport --help`."
     option = getattr(error, "param", None)
     names = option.opts if option is not None else []
     pairs = [*pairwise(words), *(word.split("=", 1) for word in words if "=" in word)]

@@ -24,8 +24,8 @@ COLUMNS = (
 def bench(
     *,
     bundle: list[Path] = argument("BUNDLE", "Bundle directories of one model.", default=None),
-    against: str | None = option(
-        "CHECKPOINT", "Reference checkpoint (default: where the first bundle found it)."
+    checkpoint: str | None = option(
+        "CHECKPOINT", "Reference (default: the one that the first bundle was built from)."
     ),
     lora: Path | None = ADAPTER,
     media: Media,
@@ -67,7 +67,7 @@ def bench(
     with ExitStack() as stack, phases("bench") as progress:
         progress("open", 0.0)
         pipelines = {str(path): stack.enter_context(load(path, **arguments)) for path in bundle}
-        timings = library.bench(pipelines, progress, against=against, options=options)
+        timings = library.bench(pipelines, progress, against=checkpoint, options=options)
     if as_json:
         show_json("bench", timings.to_json())
         return

@@ -95,12 +95,22 @@ def _without_none(**values: Any) -> dict[str, Any]:
 
 
 @grouped
-def build(*, context: typer.Context, options: BuildOptions, as_json: bool = JSON) -> None:
+def build(
+    *,
+    context: typer.Context,
+    options: BuildOptions,
+    name: str | None = option("NAME", "Name beside the bundle's own, a link; see `vlexport bundles`."),
+    as_json: bool = JSON,
+) -> None:
     """Export, build, check and store an engine bundle.
 
     The last line of stdout is the path of the bundle.
     """
     arguments = options.arguments(context)
+    from vlexport.bundle import check_tag, tag
+
+    if name is not None:
+        check_tag(options.output_dir, name)
     from vlexport._build.limits import needs_process
     from vlexport._build.request import request
 
@@ -122,7 +132,9 @@ def build(*, context: typer.Context, options: BuildOptions, as_json: bool = JSON
         keep(Timings(phases=seconds, weights=weights), *kind)
     _show(built, as_json=as_json)
     with data_is_out():
-        built.require_passed()
+        bundle = built.require_passed()
+        if name is not None:
+            print_line(f"named {tag(bundle.path, name)}")
 
 
 def _show(built: Built, *, as_json: bool) -> None:
@@ -135,7 +147,9 @@ def _show(built: Built, *, as_json: bool) -> None:
     show_report(report_of(parity), stderr=True)
     print_line("already built: nothing to do" if status == "cached" else status)
     if parity.status == "not_run" and built.is_good:
-        print_line("not checked: run `vlexport parity` on the target device before the bundle is used")
+        print_line(
+            "not checked: run `vlexport check --accuracy` on the target device before the bundle is used"
+        )
     show(path)
 
 

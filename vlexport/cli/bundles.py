@@ -1,261 +1,206 @@
-"""`verify`, `parity`, `inspect`, `repro`, `export-inputs`: commands about one bundle."""
+"""`bundles` and `cache`: what both take on the disk, whether bundles are intact, and removing them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Any
 
-from vlexport._build.timings import Timings, keep, recall
-from vlexport.cli.options import ADAPTER, BUNDLE, JSON, RECIPE_FILE, TRUST, argument, flag, new_file, option
-from vlexport.cli.output import data_is_out, is_verbose, print_line, show, show_json, show_report, show_table
-from vlexport.cli.progress import Overall, phases
-from vlexport.codec import encode
-from vlexport.errors import ParityError, RequestError, ResourceError
+import typer
+
+from vlexport.cli.options import BUNDLE, BUNDLES_DIR, JSON, argument, flag, option
+from vlexport.cli.output import data_is_out, print_line, show, show_json, show_table
+from vlexport.cli.progress import phases
+from vlexport.errors import BundleError, RequestError
 
 if TYPE_CHECKING:
-    from vlexport.bundle import Bundle
-    from vlexport.checkpoint import Checkpoint
-    from vlexport.parity.report import ParityReport
+    from vlexport.bundle.inventory import Entry
+
+bundles = typer.Typer(name="bundles", help="List, name and remove bundles.", rich_markup_mode=None)
+cache = typer.Typer(
+    name="cache", help="List and remove cached results, which are made again.", rich_markup_mode=None
+)
+OLDER = option("AGE", "Remove what was not used for so long, e.g. 30d, 12h, 2w.")
+LARGER = option("SIZE", "Remove the oldest beyond this total, e.g. 20GB.")
+DRY = flag("--dry-run", "List what would be removed; remove nothing.")
 
 
-def verify(
-    bundle: Path = BUNDLE,
-    run: bool = flag("--run", "Run the engine on calls that are stored with the reference's rows."),
-    trust: str | None = TRUST,
-    recipe: str | None = RECIPE_FILE,
+@bundles.command("ls")
+def list_bundles(
+    folder: Path = BUNDLES_DIR,
+    check: bool = flag("--check", "Hash every file of every bundle; a damaged one is exit code 5."),
     as_json: bool = JSON,
 ) -> None:
-    """Check hashes, trust and compatibility with this machine.
+    """List bundles and unfinished builds, oldest first."""
+    from vlexport.bundle import inventory
 
-    The engine is loaded with --run alone, which needs no checkpoint. With a newer library that passes, the
-    bundle opens from then on.
-    """
-    from vlexport.bundle import Bundle
-
-    opened = Bundle.open(bundle, trust=trust)
-    from vlexport.parity.report import summary_of
-    from vlexport.runtime.opening import open_engine, require_fit
-
-    require_fit(opened, recipe, unproven=run)
-    manifest, summary, proof = opened.manifest, summary_of(opened.verdict), None
-    if run:
-        from vlexport.runtime.proof import require_proven
-
-        with open_engine(opened, unproven=True) as engine:
-            proof = require_proven(opened, engine)
+    listed, faults = inventory.bundles(folder), {}
+    stored = [entry for entry in listed if entry.kind == "bundle"]
+    if check:
+        with phases("bundles ls") as progress:
+            for index, entry in enumerate(stored):
+                progress(f"bundle {index + 1} of {len(stored)}", index / len(stored))
+                faults[entry.path] = inventory.damages(entry)
+    damaged = [path.name for path, wrong in faults.items() if wrong]
     if as_json:
-        files = {name: record.sha256 for name, record in manifest.files.items()}
-        result = {"bundle": str(bundle), "digest": opened.digest, "target": manifest.target.tag}
-        verdict = {"parity": opened.verdict.status, "summary": summary, "files": files}
-        show_json("verify", {**result, **verdict, "proof": encode(proof)})
+        documents = [
+            {**_json(entry), **({"damages": faults[entry.path]} if entry.path in faults else {})}
+            for entry in listed
+        ]
+        show_json("bundles ls", {"entries": documents, "bytes": _total(listed), "damaged": len(damaged)})
     else:
-        show(f"{bundle}: {len(manifest.files)} files intact, trusted, fits {manifest.target}")
-        print_line(f"accuracy check: {summary}")
-        if proof is not None:
-            print_line(f"proof: passed: {proof.summary()}")
-
-
-def parity(
-    bundle: Path = BUNDLE,
-    against: str | None = option(
-        "CHECKPOINT", "Reference checkpoint (default: the one the bundle was built from)."
-    ),
-    lora: Path | None = ADAPTER,
-    layers: bool = flag("--layers", "Compare block by block; report the first bad one."),
-    task: Path | None = option(
-        "FILE", "Compare answers to questions too (L4); JSON lines, see docs/parity.md."
-    ),
-    decoder: str | None = option("CHECKPOINT", "Decoder for --task (default: the reference's own)."),
-    trust: str | None = TRUST,
-    recipe: str | None = RECIPE_FILE,
-    as_json: bool = JSON,
-) -> None:
-    """Repeat the accuracy check against the reference.
-
-    The verdict is stored if the reference has the weights that the bundle was built from; with --task it is
-    not, since answers to questions of one's own are a part of it.
-    """
-    from vlexport.bundle import Bundle
-    from vlexport.runtime.opening import checkpoint_of
-
-    if decoder is not None and task is None:
-        raise RequestError("--decoder given without --task, whose questions it answers. Add --task FILE.")
-    opened = Bundle.open(bundle, trust=trust, verify="lazy")
-    source = checkpoint_of(opened, against, lora)
-    from vlexport.evaluate.answers import check
-
-    kind = ("parity", opened.manifest.target.backend, opened.manifest.precision.dtype)
-    overall = Overall(recall(*kind))
-    with phases("parity", overall) as progress:
-        progress("check", 0.0)
-        settings = {"layers": layers, "task": task, "decoder": decoder, "recipe": recipe, "lora": lora}
-        report = check(opened, source if against else None, progress=progress, **settings)  # type: ignore[arg-type]
-        progress("store", 0.0)
-        reason = "answers to a task are a part of it" if task else _store(opened, report, source, recipe)
-    keep(Timings(phases=overall.finish()), *kind)
-    if as_json:
-        result = {"bundle": str(bundle), "status": report.status, "stored": not reason}
-        show_json("parity", {**result, "identity": opened.manifest.identity(), "table": report.to_json()})
-    else:
-        show_report(report.table() if is_verbose() else report.brief())
-        if report.layers is not None:
-            show(report.layers.table())
-        print_line(f"verdict not stored: {reason}" if reason else "verdict stored")
+        rows = [_row(entry, "; ".join(faults.get(entry.path, []))) for entry in listed]
+        show_table(("kind", "name", "tags", "size", "age", "what", "state"), rows)
+        print_line(f"{len(listed)} entries, {size_text(_total(listed))}")
     with data_is_out():
-        if not report.passed:
-            bad = report.first_bad()
-            raise ParityError(
-                f"{bundle}: accuracy check '{report.status}', 'passed' expected: "
-                f"{bad.told() if bad else 'it could not run'}. -v prints every row."
+        if damaged:
+            raise BundleError(
+                f"{len(damaged)} of {len(stored)} bundles are damaged: {', '.join(damaged)}. "
+                "Build them again; a build replaces a damaged bundle."
             )
 
 
-def _store(bundle: Bundle, report: ParityReport, source: Checkpoint, recipe: str | None) -> str:
-    from vlexport._build.build import store_verdict
-
-    try:
-        stored = store_verdict(bundle, report, source, recipe)
-    except (RequestError, ResourceError) as error:
-        return str(error)
-    return "" if stored else "the reference has other weights"
-
-
-def inspect(
-    source: str = argument("SOURCE", "Bundle, or a checkpoint: local directory or org/name[@revision]."),
+@bundles.command("rm")
+def remove_bundles(
+    names: list[str] = argument("NAME", "Folders or tags of bundles.", default=None),
+    folder: Path = BUNDLES_DIR,
+    unfinished: bool = flag("--unfinished", "Remove what interrupted builds left; running builds are kept."),
+    older_than: str | None = OLDER,
+    max_size: str | None = LARGER,
+    dry_run: bool = DRY,
     as_json: bool = JSON,
 ) -> None:
-    """Describe a bundle or a checkpoint without loading it."""
-    from vlexport.tools.inspect import describe
+    """Remove bundles: by name, by age or by total size.
 
-    facts = describe(source)
-    if as_json:
-        show_json("inspect", facts)
-        return
-    show_table(("field", "value"), [row for name, value in facts.items() for row in _rows_of(name, value)])
-    if facts.get("problem"):
-        print_line(f"problem: {facts['problem']}")
-
-
-def _rows_of(name: str, value: object) -> Iterator[tuple[str, str]]:
-    if _is_table(value):
-        for index, row in enumerate(value):
-            fields = dict(row) if isinstance(row, Mapping) else row
-            label = fields.pop("name", index) if isinstance(fields, dict) else index
-            yield from _rows_of(f"{name}.{label}", fields)
-    elif isinstance(value, Mapping):
-        nested = {
-            key for key, item in value.items() if _is_table(item) or (isinstance(item, Mapping) and item)
-        }
-        plain = [f"{key}: {_words(item)}" for key, item in value.items() if key not in nested]
-        if plain or not value:
-            yield name, ", ".join(plain) or "none"
-        for key in filter(nested.__contains__, value):
-            yield from _rows_of(f"{name}.{key}", value[key])
-    else:
-        yield name, _words(value)
-
-
-def _is_table(value: object) -> TypeGuard[Sequence[object]]:
-    return isinstance(value, list | tuple) and any(isinstance(row, Mapping) for row in value)
-
-
-def _words(value: object) -> str:
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_words, value))}]"
-    if value is None or value == {}:
-        return "none"
-    return str(value)
-
-
-def report(
-    bundle: Path = BUNDLE,
-    output: Path = option(
-        "FILE", "Page to write, *.html.", "--output", "--html", "-o", default=..., callback=new_file(".html")
-    ),
-    bench: list[Path] = option(
-        "FILE", "Timings to show, of `bench --json` (repeatable: one for each size).", default=[]
-    ),
-    plan: Path | None = option("FILE", "Padding and memory to show, of `plan --json`."),
-    sweep: Path | None = option("FILE", "Pruning sweep to show, of `sweep --json`."),
-    overlay: Path | None = option("FILE", "Picture of kept tokens to show, of `run --overlay`."),
-    trust: str | None = TRUST,
-    as_json: bool = JSON,
-) -> None:
-    """Write a page about a bundle, one offline HTML file.
-
-    It shows accuracy, drift by block, latency, padding and memory, pruning, origin and environment. Nothing
-    is measured: results come from the bundle, its accuracy check and the files given.
+    The tags of a bundle go with it; of a tag that is named, the tag alone.
     """
-    from vlexport.bundle import Bundle
-    from vlexport.runtime.outputs import writing
+    from vlexport.bundle import inventory
 
-    opened = Bundle.open(bundle, trust=trust)
-    from vlexport.report.facts import read_results
-    from vlexport.report.page import page
+    if not (names or unfinished or older_than or max_size):
+        raise RequestError(
+            "nothing named; names of bundles, --unfinished, --older-than AGE or --max-size SIZE expected. "
+            "`vlexport bundles ls` lists them."
+        )
+    limits = _limits(older_than, max_size)
+    listed = inventory.bundles(folder)
+    going = [entry for entry in listed if unfinished and entry.kind == "unfinished" and entry.problem]
+    going += inventory.superfluous((entry for entry in listed if entry.kind == "bundle"), **limits)
+    going += [entry for entry in inventory.named(folder, names or [], listed) if entry not in going]
+    _remove("bundles rm", going, dry_run=dry_run, as_json=as_json)
 
-    text = page(opened, read_results(opened, bench=bench, plan=plan, sweep=sweep, overlay=overlay))
-    with writing(output) as temporary:
-        temporary.write_text(text, encoding="utf-8")
-    if as_json:
-        show_json("report", {"out": str(output), "bytes": output.stat().st_size})
-        return
-    show(str(output))
 
-
-def repro(
+@bundles.command("tag")
+def tag_bundle(
     bundle: Path = BUNDLE,
-    output: Path = option("FILE", "Archive to write, *.zip.", "--output", "-o", default=...),
-    block: int = option("N", "Index of the block to keep.", default=0),
-    whole: bool = flag("--whole", "Keep every block."),
-    own_weights: bool = flag("--own-weights", "Include the checkpoint's weights (default: random weights)."),
-    lora: Path | None = ADAPTER,
-    trust: str | None = TRUST,
-    recipe: str | None = RECIPE_FILE,
+    name: str = argument("NAME", "Name beside the bundle's own; one that another bundle has is moved."),
     as_json: bool = JSON,
 ) -> None:
-    """Write a minimal archive for a bug report.
+    """Give a bundle a name: a link beside it."""
+    from vlexport.bundle import Bundle, tag
 
-    For ONNX Runtime, OpenVINO and TensorRT. It holds one block of the graph, a call that failed the accuracy
-    check (else a sample), expected outputs, versions, and a script that runs it without vlexport.
-    """
-    from vlexport.bundle import Bundle
-
-    opened = Bundle.open(bundle, trust=trust, verify="lazy")
-    from vlexport.tools.repro import ReproOptions, write_repro
-
-    options = ReproOptions(block=block, whole=whole, own_weights=own_weights, lora=lora)
-    names, size = write_repro(opened, output, options, recipe), output.stat().st_size
+    link = tag(Bundle.open(bundle, verify="lazy").path, name)
     if as_json:
-        show_json("repro", {"out": str(output), "bytes": size, "files": names})
+        show_json("bundles tag", {"bundle": str(bundle), "tag": str(link)})
         return
-    print_line(f"{len(names)} files, {size:,} bytes")
-    show(str(output))
+    show(str(link))
 
 
-def export_inputs(
-    bundle: Path = BUNDLE,
-    output_dir: Path = option("DIR", "Directory to create.", "--output-dir", "-o", default=...),
-    trust: str | None = TRUST,
-    recipe: str | None = RECIPE_FILE,
+@cache.command("ls")
+def list_cached(as_json: bool = JSON) -> None:
+    """List cached results, least recently used first."""
+    from vlexport.bundle import inventory
+
+    listed = inventory.cached()
+    if as_json:
+        show_json("cache ls", {"entries": list(map(_json, listed)), "bytes": _total(listed)})
+        return
+    rows = [(_name(entry), size_text(entry.num_bytes), age_text(entry.age_seconds)) for entry in listed]
+    show_table(("name", "size", "last used"), rows)
+    print_line(f"{len(listed)} entries, {size_text(_total(listed))}")
+
+
+@cache.command("prune")
+def prune_cached(
+    older_than: str | None = OLDER,
+    max_size: str | None = LARGER,
+    dry_run: bool = DRY,
     as_json: bool = JSON,
 ) -> None:
-    """Write valid inputs as raw files for trtexec and Polygraphy.
+    """Remove cached results, least recently used first; all of them without options."""
+    from vlexport.bundle import inventory
 
-    The trtexec flags and a data loader script for Polygraphy are written to the same folder.
-    """
-    from vlexport.bundle import Bundle
+    listed, limits = inventory.cached(), _limits(older_than, max_size)
+    going = inventory.superfluous(listed, **limits) if older_than or max_size else listed
+    _remove("cache prune", going, dry_run=dry_run, as_json=as_json)
 
-    opened = Bundle.open(bundle, trust=trust, verify="lazy")
-    from vlexport.tools import repro
 
-    cases = repro.export_inputs(opened, output_dir, recipe)
+def _limits(older_than: str | None, max_size: str | None) -> dict[str, Any]:
+    from vlexport.bundle.inventory import parse_age, parse_size
+
+    age = parse_age(older_than) if older_than is not None else None
+    return {"older_than": age, "most_bytes": parse_size(max_size) if max_size is not None else None}
+
+
+def _remove(verb: str, going: list[Entry], *, dry_run: bool, as_json: bool) -> None:
+    from vlexport.bundle.inventory import remove
+
+    gone = going if dry_run else [entry for entry in going if remove(entry)]
+    kept = [entry for entry in going if entry not in gone]
     if as_json:
-        shapes = {
-            case.name: {name: list(tensor.shape) for name, tensor in case.inputs.items()} for case in cases
-        }
-        show_json("export-inputs", {"out": str(output_dir), "cases": shapes})
+        removed = {"dry_run": dry_run, "removed": list(map(_json, gone)), "bytes": _total(gone)}
+        show_json(verb, {**removed, "in_use": list(map(_json, kept))})
         return
-    for case in cases:
-        print_line(f"{case.name}: profile {case.profile}")
-    show(str(output_dir))
+    for entry in kept:
+        print_line(f"kept, as it is being built: {entry.path}")
+    for entry in gone:
+        show(str(entry.path))
+    print_line(f"{'would free' if dry_run else 'freed'} {size_text(_total(gone))}: {len(gone)} entries")
+
+
+def _total(listed: list[Entry]) -> int:
+    return sum(entry.num_bytes for entry in listed)
+
+
+def _described(entry: Entry) -> dict[str, str]:
+    if entry.inspection is None or entry.inspection.manifest is None:
+        return {}
+    manifest = entry.inspection.manifest
+    return {
+        "recipe": manifest.recipe.name,
+        "backend": manifest.target.backend,
+        "precision": manifest.precision.name,
+        "parity": (entry.inspection.checked or manifest.parity).status,
+    }
+
+
+def _json(entry: Entry) -> dict[str, object]:
+    named = {"kind": entry.kind, "path": str(entry.path), "bytes": entry.num_bytes}
+    trusted = {"trusted": entry.inspection.trusted} if entry.inspection else {}
+    age = {"age_seconds": round(entry.age_seconds)}
+    tags = {"tags": list(entry.tags)} if entry.kind == "bundle" else {}
+    return {**named, **tags, **age, **_described(entry), **trusted, "problem": entry.problem or None}
+
+
+def _row(entry: Entry, damage: str) -> tuple[str, ...]:
+    what = _described(entry)
+    state = damage or entry.problem or ("running" if entry.is_running else what.pop("parity", ""))
+    size, age = size_text(entry.num_bytes), age_text(entry.age_seconds)
+    return (entry.kind, _name(entry), " ".join(entry.tags), size, age, " ".join(what.values()), state)
+
+
+def _name(entry: Entry) -> str:
+    path = entry.path
+    return f"{path.parent.name}/{path.name[:12]}" if entry.kind == "cache" else path.name
+
+
+def size_text(num_bytes: int) -> str:
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.1f} {unit}"
+    return f"{num_bytes} B"
+
+
+def age_text(seconds: float) -> str:
+    for unit, factor in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= factor:
+            return f"{seconds / factor:.0f} {unit}"
+    return f"{seconds:.0f} s"

@@ -23,17 +23,16 @@ from vlexport.runtime.request import NOTHING
 from vlexport.system import shortage
 
 
-def list_items(
-    images: Iterable[Path], videos: Iterable[Path], lists: Iterable[Path], *, without: Path
-) -> Iterator[Item]:
-    """Yield the items of images, videos and lists; nothing in the folder of the results."""
+def list_items(media: PrunedMedia, lists: Iterable[Path], *, without: Path) -> Iterator[Item]:
+    """Yield the items of files and lists; nothing in the folder of the results."""
     results = os.path.join(os.path.abspath(without), "")  # noqa: PTH100, PTH118  links stay as they are
-    for kind, paths in (("image", images), ("video", videos)):
+    for kind, paths in (("image", media.image), ("video", media.video), (None, media.files or [])):
         for path in paths:
             if str(path) == "-":
+                option = f"--{kind} " if kind else ""
                 raise RequestError(
-                    f"--{kind} - given with --output-dir; files that can be read again are expected. For a "
-                    "list of files on stdin use --list -."
+                    f"{option}- given with --output-dir; files that can be read again are "
+                    "expected. For a list of files on stdin use --list -."
                 )
             for file in files_of(path):
                 if not os.path.abspath(file).startswith(results):  # noqa: PTH100
@@ -66,7 +65,7 @@ def encode_collection(
     """Encode what a folder of results lacks, and print the outcome."""
     folder = shards.output_dir
     assert folder is not None
-    if not (media.image or media.video or shards.media_list):
+    if media.is_empty and not shards.media_list:
         raise InputError(f"{NOTHING[:-1]} or --list.")
     settings = CollectionSettings(
         fps=media.fps,
@@ -77,7 +76,7 @@ def encode_collection(
     )
     arguments = opening.arguments()
     usable = opening.require_usable(bundle)
-    items = list_items(media.image, media.video, shards.media_list, without=folder)
+    items = list_items(media, shards.media_list, without=folder)
     with Collection.open(folder, items, usable, settings) as collection:
         kept = collection.num_items - collection.num_missing
         if kept:

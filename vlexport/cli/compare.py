@@ -1,4 +1,4 @@
-"""`compare` and `diff`: two bundles, accuracy tables, files of timings or ONNX graphs, side by side."""
+"""`compare`: two bundles, accuracy tables, files of timings or of embeddings, or ONNX graphs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vlexport.cli.options import JSON, TRUST, argument, flag, option
+from vlexport.cli.options import JSON, argument, flag, option
 from vlexport.cli.output import is_verbose, print_line, show, show_json, show_report, show_table
-from vlexport.errors import RequestError
-from vlexport.system import shortage
 
 if TYPE_CHECKING:
     from vlexport.report.compare import Comparison, Difference, Nearest
@@ -26,23 +24,25 @@ Part = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
 
 
 def compare(
-    first: Path = argument("A", "A bundle, a file that --json of parity or bench wrote, or embeddings."),
+    first: Path = argument(
+        "A", "A bundle, a file that --json of check or bench wrote, embeddings or *.onnx."
+    ),
     second: Path = argument("B", "Another one of the same kind."),
+    graph: str | None = option("FILE", "Compare this ONNX graph of bundles by operator, e.g. model.onnx."),
     allow_different: bool = flag(
         "--allow-different", "Compare although weights, devices or workloads differ."
     ),
-    trust: str | None = TRUST,
     as_json: bool = JSON,
 ) -> None:
-    """Compare two bundles, accuracy tables, timings or embeddings.
+    """Compare two bundles, tables, timings, embeddings or graphs.
 
     Bundles: what they were made of, accuracy, ONNX graphs, sizes. Bench files: ratios of medians with 95 %
-    intervals. Embeddings: which items have the same bits. `vlexport diff` compares two ONNX graphs by
-    operator.
+    intervals. Embeddings: which items have the same bits. Graphs: operators by the shape of their outputs,
+    inputs, outputs and weights whose counts differ.
     """
     from vlexport.report.compare import compare as compared
 
-    comparison = compared(first, second, trust=trust, allow_different=allow_different)
+    comparison = compared(first, second, graph=graph, allow_different=allow_different)
     if as_json:
         show_json("compare", comparison.to_json())
         return
@@ -63,6 +63,11 @@ def compare(
 
 
 def _parts(comparison: Comparison) -> Iterator[Part]:
+    if comparison.kind == "graphs":
+        (graph,) = comparison.graphs
+        title = f"{graph.name}: {graph.nodes[0]} and {graph.nodes[1]} nodes"
+        yield title, ("what", "name", "shape", "A", "B"), [tuple(map(str, row)) for row in graph.differences]
+        return
     yield "identity", ("field", "A", "B"), list(_identity(comparison.identity))
     if comparison.summaries is not None:
         yield "accuracy, shares of the limits", ("level", "check", "A", "B"), list(_accuracy(comparison))
@@ -71,7 +76,7 @@ def _parts(comparison: Comparison) -> Iterator[Part]:
             (graph.name, *map(str, graph.nodes), str(len(graph.differences) or "none"))
             for graph in comparison.graphs
         ]
-        yield "graphs (vlexport diff has the operators)", GRAPHS, rows
+        yield "graphs (--graph FILE lists the operators)", GRAPHS, rows
     if comparison.sizes:
         yield "sizes in bytes", ("file", "A", "B"), list(_sizes(comparison))
     for timing in comparison.timings:
@@ -151,42 +156,3 @@ def _timings(comparison: Comparison) -> Iterator[tuple[str, ...]]:
 
 def _cut(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: width - 2]}.."
-
-
-def diff(
-    first: Path = argument("A", "A .onnx file, or a bundle."),
-    second: Path = argument("B", "Another one."),
-    graph: str = option("FILE", "Graph of a bundle to compare.", default="model.onnx"),
-    trust: str | None = TRUST,
-    as_json: bool = JSON,
-) -> None:
-    """Compare two ONNX graphs by operator and shape.
-
-    Rows are operators by the shape of their outputs, inputs, outputs and weights whose counts differ.
-    `vlexport compare` is for results and identity of bundles.
-    """
-    from vlexport.onnx.diff import differences, num_nodes, parts_of
-
-    parts = [parts_of(_read(place, graph, trust), str(place)) for place in (first, second)]
-    rows, nodes = differences(*parts), list(map(num_nodes, parts))
-    if as_json:
-        names = ("kind", "name", "shape", "first", "second")
-        different = [dict(zip(names, row, strict=True)) for row in rows]
-        content = {"first": str(first), "second": str(second), "nodes": nodes, "differences": different}
-        show_json("diff", content)
-        return
-    show_table(("what", "name", "shape", "A", "B"), [tuple(map(str, row)) for row in rows])
-    print_line(f"{nodes[0]} and {nodes[1]} nodes; {len(rows) or 'no'} differences")
-
-
-def _read(place: Path, graph: str, trust: str | None) -> bytes:
-    from vlexport.bundle import Bundle
-
-    if place.is_dir():
-        return Bundle.open(place, trust=trust, verify="lazy").read(graph)
-    try:
-        return place.read_bytes()
-    except OSError as error:
-        raise shortage(error) or RequestError(
-            f"{place}: cannot be read ({error.strerror}). Pass a .onnx file or a bundle."
-        ) from error

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,16 +21,23 @@ if TYPE_CHECKING:
     from vlexport.runtime.outputs import Encoded
 
 
+STDOUT = Path("-")
+
+
+def _new_output(param: typer.CallbackParam, path: Path | None) -> Path | None:
+    return path if path == STDOUT else new_file(".safetensors")(param, path)
+
+
 @grouped
 def encode(
     *,
     bundle: Path = options.BUNDLE,
     output: Path | None = option(
         "FILE",
-        "One file for the embeddings, *.safetensors.",
+        "One file for the embeddings, *.safetensors, or - for stdout.",
         "--output",
         "-o",
-        callback=new_file(".safetensors"),
+        callback=_new_output,
     ),
     shards: options.Shards,
     media: options.PrunedMedia,
@@ -38,15 +47,18 @@ def encode(
 ) -> None:
     """Encode images and videos into embeddings.
 
-    --output: tensors are named image.N.embeds, image.N.grid, video.N.embeds and video.N.grid. --output-dir:
-    item.N.embeds and item.N.grid in shards, with one outcome for each item in index.jsonl; the same command
-    goes on where a run has ended. Metadata name bundle, checkpoint and media. Items that cannot be encoded
-    are reported and left out; the exit code is that of the first one.
+    Files are images or videos by their content; --image and --video name the kind. --output: tensors are
+    named image.N.embeds, image.N.grid, video.N.embeds and video.N.grid. --output-dir: item.N.embeds and
+    item.N.grid in shards, with one outcome for each item in index.jsonl; the same command goes on where a run
+    has ended. Metadata name bundle, checkpoint and media. Items that cannot be encoded are reported and left
+    out; the exit code is that of the first one.
     """
     if (output is None) == (shards.output_dir is None):
         words = "neither --output nor" if output is None else "both --output and"
         raise RequestError(f"{words} --output-dir given; one of them is expected.")
     if output is not None:
+        if output == STDOUT and as_json:
+            raise RequestError("--output - given with --json, which prints there too. Leave one of them out.")
         if shards.media_list:
             raise RequestError("--list given with --output; expected with --output-dir. Give that instead.")
         _encode_files(bundle, media, output, opening, trace, as_json=as_json)
@@ -74,7 +86,7 @@ def _encode_files(
     arguments = opening.arguments(shared_weights=len(images) == 1 and not videos)
     usable = opening.require_usable(bundle, begin=True)
     from vlexport.report.trace import traced
-    from vlexport.runtime.outputs import provenance, save
+    from vlexport.runtime.outputs import provenance
     from vlexport.runtime.pipeline import load
 
     with traced(trace), phases("encode") as progress:
@@ -89,7 +101,7 @@ def _encode_files(
                 prune_before=media.prune_before,
                 progress=progress,
             )
-    media.note_whole(pipeline.pruner)
+    media.note_whole(pipeline.pruner, images, videos)
     names = [*(f"image.{at}" for at in range(len(images))), *(f"video.{at}" for at in range(len(videos)))]
     results = dict(zip(names, outcomes, strict=True))
     errors = {name: result for name, result in results.items() if isinstance(result, VlexportError)}
@@ -103,7 +115,7 @@ def _encode_files(
     metadata = {f"{name}.file": _name_of(source) for name, source in sources if name in items}
     settings = {name: getattr(media, name) for name in ("prune", "method", "prune_before", "fps")}
     metadata |= {name: str(value) for name, value in settings.items() if value is not None}
-    shapes = save(items, output, provenance(pipeline.bundle) | metadata)
+    shapes = _write(items, output, provenance(pipeline.bundle) | metadata)
     forms = {name: {"prune": item.form} for name, item in items.items() if item.form}
     if as_json:
         failed = failures(errors)
@@ -113,9 +125,22 @@ def _encode_files(
         lines += [f"{name} prune {form['prune']}" for name, form in forms.items()]
         for line in [*lines, *_counts(items)]:
             print_line(line)
-        show(str(output))
+        if output != STDOUT:
+            show(str(output))
     if first:
         raise typer.Exit(first.exit_code)
+
+
+def _write(items: Mapping[str, Encoded], output: Path, metadata: dict[str, str]) -> dict[str, list[int]]:
+    from vlexport.runtime.outputs import save
+
+    if output != STDOUT:
+        return save(items, output, metadata)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "stdout.safetensors")
+        shapes = save(items, file, metadata)
+        sys.stdout.buffer.write(file.read_bytes())
+    return shapes
 
 
 def _counts(items: Mapping[str, Encoded]) -> list[str]:
@@ -142,7 +167,7 @@ def _check_options(media: options.PrunedMedia) -> None:
 def _files(media: options.PrunedMedia) -> tuple[list[options.File], list[options.File]]:
     from vlexport.runtime.request import NOTHING
 
-    images, videos = options.media_files(media.image), options.media_files(media.video)
+    images, videos = media.by_kind()
     if not (images or videos):
         raise InputError(NOTHING)
     errors = list(filter(None, map(options.cannot_open, (*images, *videos))))

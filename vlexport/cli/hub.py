@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
-from vlexport.cli.options import BUNDLE, BUNDLES_DIR, JSON, TRUST, argument
+from vlexport.cli.options import BUNDLE, BUNDLES_DIR, JSON, argument
 from vlexport.cli.output import print_line, show, show_json
 from vlexport.cli.progress import phases
 
@@ -12,7 +13,6 @@ from vlexport.cli.progress import phases
 def push(
     bundle: Path = BUNDLE,
     target: str = argument("TARGET", "org/name on the Hub, or a local directory."),
-    trust: str | None = TRUST,
     as_json: bool = JSON,
 ) -> None:
     """Put a bundle into a model repository, with a card.
@@ -23,7 +23,7 @@ def push(
 
     with phases("push") as progress:
         progress("verify", 0.0)
-        opened = Bundle.open(bundle, trust=trust)
+        opened = Bundle.open(bundle)
         progress("copy", 0.0)
         place = hub.push(opened, target)
     if as_json:
@@ -37,24 +37,23 @@ def pull(
     source: str = argument("SOURCE", "org/name[@revision] on the Hub, or a directory."),
     name: str | None = argument("NAME", "Bundle, where the repository has several.", default=None),
     output_dir: Path = BUNDLES_DIR,
-    trust: str | None = TRUST,
     as_json: bool = JSON,
 ) -> None:
     """Get a bundle out of a model repository, verified.
 
-    Nothing is run. The bundle is used only once its digest is approved, with --trust here or later.
+    Nothing is run. The bundle is used only once its digest is approved: `vlexport trust`.
     """
-    from vlexport.bundle import Bundle, command, hub
+    from vlexport.bundle import Bundle, hub
 
     with phases("pull") as progress:
         progress("copy", 0.0)
-        path, digest = hub.pull(source, output_dir, name=name, trust=trust)
+        path, digest = hub.pull(source, output_dir, name=name)
     inspected = Bundle.inspect(path)
     if as_json:
         show_json("pull", {"bundle": str(path), "digest": digest, "trusted": inspected.trusted})
         return
     if not inspected.trusted:
-        approve = command(path, inspected.manifest, "verify", "--trust", digest)
+        approve = shlex.join(["vlexport", "trust", str(path), digest])
         print_line(
             f"not approved: an engine is a program. If {digest} is the digest that its builder published: "
             f"{approve}"

@@ -1,13 +1,12 @@
-"""`list`, `doctor`, `demo` and `completion`: what is here, whether it works, and the workflow on it."""
+"""`list`, `doctor` and `demo`: what is here, whether it works, and the workflow on it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlexport.cli.options import BACKEND, BUNDLES_DIR, JSON, argument, flag, option
+from vlexport.cli.options import BACKEND, BUNDLES_DIR, JSON, flag, option
 from vlexport.cli.output import data_is_out, show, show_json, show_table
 from vlexport.cli.progress import phases
 from vlexport.errors import MisfitError
@@ -20,45 +19,22 @@ def list_(
     every: bool = flag("--all", "Show the vision classes of transformers that were tried too."),
     as_json: bool = JSON,
 ) -> None:
-    """List recipes, backends and what works here."""
-    from vlexport.backends import backend_names, find_backend, runs_here
+    """List recipes and the model types that they build."""
     from vlexport.recipe import list_recipes, tried_classes
 
-    recipes, backends = list_recipes(), [find_backend(name) for name in backend_names()]
-    here = []
-    for backend in backends:
-        reason = backend.missing()
-        runs = reason is None and runs_here(backend)
-        here.append({"backend": backend.name, "builds": reason is None, "runs": runs, "reason": reason})
-    pairs: list[dict[str, Any]] = [{"recipe": card.name, **state} for card in recipes for state in here]
-    tried = tried_classes() if every else None
+    recipes, tried = list_recipes(), tried_classes() if every else None
     if as_json:
         cards = [
             {"name": card.name, "model_types": card.model_types, "summary": card.summary} for card in recipes
         ]
-        content = {"recipes": cards, "backends": list(map(_backend_json, backends)), "pairs": pairs}
-        show_json("list", {**content, **({"transformers": tried} if tried else {})})
+        show_json("list", {"recipes": cards, **({"transformers": tried} if tried else {})})
         return
     show_table(
         ("recipe", "model types", "summary"),
         [(card.name, ", ".join(card.model_types), card.summary) for card in recipes],
     )
-    show_table(
-        ("backend", "precision", "summary"),
-        [
-            (backend.name, ", ".join(cap.spelled for cap in backend.capabilities), backend.summary)
-            for backend in backends
-        ],
-    )
-    show_table(
-        ("recipe", "backend", "here"), [(pair["recipe"], pair["backend"], _state(pair)) for pair in pairs]
-    )
     if tried:
         _show_tried(tried)
-
-
-def _state(pair: dict[str, Any]) -> str:
-    return pair["reason"] or ("builds and runs" if pair["runs"] else "builds; engines run elsewhere")
 
 
 def _show_tried(tried: Mapping[str, Any]) -> None:
@@ -92,14 +68,22 @@ def doctor(
     as_json: bool = JSON,
     deep: bool = flag("--deep", "Compare pixels, positions and pruning with stored values too (seconds)."),
 ) -> None:
-    """Check libraries, hardware and backends."""
+    """Check libraries, hardware and backends, and list their precisions."""
+    from vlexport.backends import backend_names, find_backend
     from vlexport.tools.doctor import examine
 
-    findings = examine(deep=deep)
+    findings, backends = examine(deep=deep), [find_backend(name) for name in backend_names()]
     if as_json:
-        show_json("doctor", {"findings": findings})
+        show_json("doctor", {"findings": findings, "backends": list(map(_backend_json, backends))})
     else:
         show_table(("check", "state", "found", "do"), [finding.row() for finding in findings])
+        show_table(
+            ("backend", "precision", "summary"),
+            [
+                (backend.name, ", ".join(cap.spelled for cap in backend.capabilities), backend.summary)
+                for backend in backends
+            ],
+        )
     broken = [finding.name for finding in findings if finding.state == "broken"]
     with data_is_out():
         if broken:
@@ -132,22 +116,3 @@ def demo(
         return
     for line in results.lines():
         show(line)
-
-
-class Shell(StrEnum):
-    """Shells with completion."""
-
-    bash = "bash"
-    zsh = "zsh"
-    fish = "fish"
-
-
-def completion(shell: Shell = argument("SHELL", "bash, zsh or fish.")) -> None:
-    """Print a completion script for a shell.
-
-    In the file that the shell reads at its start: eval "$(vlexport completion bash)", or with zsh; for fish
-    vlexport completion fish | source
-    """
-    from typer.completion import get_completion_script  # type: ignore[attr-defined]
-
-    show(get_completion_script(prog_name="vlexport", complete_var="_VLEXPORT_COMPLETE", shell=shell.value))

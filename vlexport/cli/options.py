@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 from vlexport import specs
 from vlexport.cli.output import print_line
 from vlexport.errors import VlexportError
+from vlexport.media.kinds import kind_of
 from vlexport.media.limits import DEFAULT_LIMITS
 from vlexport.media.listing import files_of
 from vlexport.media.sources import open_source
@@ -86,10 +87,9 @@ def dtype_name(name: str | None) -> str | None:
 
 
 BUNDLE = argument("BUNDLE", "Bundle directory.", exists=True, file_okay=False)
-BACKEND = option("NAME", "Inference backend (see `vlexport list`).", default="onnxruntime")
+BACKEND = option("NAME", "Inference backend (see `vlexport doctor`).", default="onnxruntime")
 RECIPE_FILE = option("FILE", "Private recipe that built the bundle.", "--recipe")
 ADAPTER = option("DIR", "Adapter of the build (default: where the build found it).", "--lora")
-TRUST = option("DIGEST", "Approve a bundle from elsewhere by its digest.")
 VIDEOS = option("FILE", "Video or .npy frames, folder, quoted glob or - for stdin (repeatable).", default=[])
 FPS = option("RATE", "Frame rate of .npy frames, or sampling rate for video files.")
 BUNDLES_DIR = option("DIR", "Directory for bundles.", "--output-dir", "-o", default=Path("engines"))
@@ -105,7 +105,6 @@ JSON = flag("--json", "Print one JSON document to stdout.")
 class Opening:
     """How a bundle is opened."""
 
-    trust: str | None = TRUST
     allow_failed: bool = flag("--allow-failed", "Load a bundle that failed its accuracy check.")
     recipe: str | None = RECIPE_FILE
     threads: int = option("N", "Engine threads (0: library default).", default=0)
@@ -114,8 +113,7 @@ class Opening:
         from vlexport.backends import Options
 
         engine = Options(threads=self.threads, shared_weights=shared_weights)
-        trusted = {"trust": self.trust, "allow_failed": self.allow_failed}
-        return {**trusted, "recipe": self.recipe, "options": engine}
+        return {"allow_failed": self.allow_failed, "recipe": self.recipe, "options": engine}
 
     def require_usable(self, path: Path, *, begin: bool = False) -> Bundle:
         """Return a bundle that is to be loaded, or refuse it, before what loads it is imported.
@@ -126,7 +124,7 @@ class Opening:
         from vlexport.bundle import Bundle
         from vlexport.runtime import opening
 
-        bundle = Bundle.open(path, trust=self.trust, verify="lazy")
+        bundle = Bundle.open(path, verify="lazy")
         backend = bundle.manifest.target.backend
         if begin and backend in backend_names():
             bundle.begin(find_backend(backend).mapped)
@@ -138,19 +136,20 @@ class Opening:
 class Decoding:
     """The language model that answers."""
 
-    decoder: str = option(
-        "CHECKPOINT", "Checkpoint of the decoder: local directory, or org/name[@revision].", default=...
+    checkpoint: str | None = option(
+        "CHECKPOINT", "Checkpoint of the decoder (default: the one that the bundle was built from)."
     )
     dtype: str | None = option("DTYPE", "Decoder dtype (default: as stored).", callback=dtype_name)
     device: str = option("DEVICE", "Decoder device, e.g. cpu, cuda, cuda:1.", default="cpu")
 
-    def arguments(self, prompt_layout: str | None = None) -> dict[str, Any]:
+    def arguments(self, bundle: Bundle, prompt_layout: str | None = None) -> dict[str, Any]:
         from vlexport.runtime.decoder import DecoderOptions
         from vlexport.runtime.generate import RuntimeOptions
+        from vlexport.runtime.opening import checkpoint_of
 
         decoder = DecoderOptions(dtype=self.dtype, device=self.device)
         runtime = RuntimeOptions(decoder=decoder, prompt_layout=prompt_layout)
-        return {"decoder": self.decoder, "runtime": runtime}
+        return {"decoder": self.checkpoint or checkpoint_of(bundle), "runtime": runtime}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,8 +163,9 @@ class Media:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrunedMedia(Media):
-    """Images and videos, of which tokens may be pruned."""
+    """Images and videos, of which tokens may be pruned; their kind is that of their content, or named."""
 
+    files: list[Path] = argument("[FILE]...", "Images and videos, folders or - for stdin.", default=None)
     prune: float | None = option("RATE", "Fraction of tokens to drop after the tower, 0 <= RATE < 1.")
     method: str | None = option(
         "METHOD", "By what --prune drops: evs, static, divprune (images too), ... (default: as the bundle)."
@@ -174,9 +174,21 @@ class PrunedMedia(Media):
         "METHOD", "Drop cells before the tower: predicted, contrast:RATE (images), static:RATE (videos), ..."
     )
 
-    def note_whole(self, pruner: Pruner) -> None:
+    @property
+    def is_empty(self) -> bool:
+        return not (self.files or self.image or self.video)
+
+    def by_kind(self, *, openable: bool = False) -> tuple[list[File], list[File]]:
+        """Return images and videos; what cannot be opened counts as an image where it is not refused."""
+        images, videos = (media_files(paths, openable=openable) for paths in (self.image, self.video))
+        for file in media_files(self.files or [], openable=openable):
+            is_video = cannot_open(file) is None and kind_of(file) == "video"
+            (videos if is_video else images).append(file)
+        return images, videos
+
+    def note_whole(self, pruner: Pruner, images: Sequence[object], videos: Sequence[object]) -> None:
         """Print that nothing is dropped where the method is for media of another kind."""
-        kinds = [kind for kind in ("image", "video") if getattr(self, kind)]
+        kinds = [kind for kind, media in (("image", images), ("video", videos)) if media]
         given = (self.prune, self.method, self.prune_before)
         if words := pruner.whole_reason(pruner.plan(*given, has_question=True), kinds):
             print_line(words)

@@ -45,10 +45,11 @@ class Question:
     def request(self, media: options.PrunedMedia, sampling: Sampling) -> Request:
         from vlexport.runtime.request import Generation, Request
 
+        images, videos = media.by_kind(openable=True)
         return Request(
             **asdict(self),
-            images=options.media_files(media.image, openable=True),
-            videos=options.media_files(media.video, openable=True),
+            images=images,
+            videos=videos,
             fps=media.fps,
             prune=media.prune,
             method=media.method,
@@ -78,16 +79,17 @@ def run(
 ) -> None:
     """Answer a question about images and videos.
 
-    With --prompt, images stand first, then videos, then the text. Placeholders of a --raw-prompt take the
-    --image and --video files in the given order.
+    Files are images or videos by their content; --image and --video name the kind. With --prompt, images
+    stand first, then videos, then the text. Placeholders of a --raw-prompt take the files of their kind in
+    the given order.
     """
     if (question.prompt is None) == (question.raw_prompt is None):
         words = "neither --prompt nor" if question.prompt is None else "both --prompt and"
         raise RequestError(f"{words} --raw-prompt given; one of them is expected.")
     if stream and as_json:
         raise RequestError("--stream given together with --json; expected one of them. Leave one out.")
-    if overlay is not None and not (media.image or media.video):
-        raise RequestError("--overlay given without --image and --video: nothing to show. Leave it out.")
+    if overlay is not None and media.is_empty:
+        raise RequestError("--overlay given without images and videos: nothing to show. Leave it out.")
     request = question.request(media, sampling)
     arguments = opening.arguments(shared_weights=len(request.images) == 1 and not request.videos)
     usable = opening.require_usable(bundle, begin=True)
@@ -99,14 +101,16 @@ def run(
         stack.enter_context(traced(trace))
         with phases("run") as progress:
             progress("open", 0.0)
-            pipeline = stack.enter_context(load(usable, **arguments, **decoding.arguments(prompt_layout)))
+            pipeline = stack.enter_context(
+                load(usable, **arguments, **decoding.arguments(usable, prompt_layout))
+            )
             progress("encode and prefill", 0.0)
             pieces = pipeline.stream(request)
             if not stream:
                 for number, _ in enumerate(pieces):
                     progress("generate", number / sampling.max_new_tokens)
         answer = _streamed(pieces) if stream else pieces.require_answer()
-        media.note_whole(pipeline.pruner)
+        media.note_whole(pipeline.pruner, request.images, request.videos)
         with data_is_out():
             if overlay is not None:
                 write_sheet(overlay, answer, request, pipeline)

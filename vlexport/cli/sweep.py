@@ -52,7 +52,7 @@ def sweep(
             "--prompt given together with --task, whose questions have their own. Leave it out."
         )
     fractions, videos = _numbers(rates), options.media_files(video, openable=True)
-    opening.require_usable(bundle)
+    usable = opening.require_usable(bundle)
     from vlexport.evaluate import sweep as sweeps
 
     with phases("sweep") as progress:
@@ -68,7 +68,7 @@ def sweep(
             max_new_tokens=max_new_tokens,
             progress=progress,
             **opening.arguments(),
-            **decoding.arguments(),
+            **decoding.arguments(usable),
         )
     _show(result, plot, most_lost, as_json=as_json)
 

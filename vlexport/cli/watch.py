@@ -77,7 +77,7 @@ def watch(
     from vlexport.runtime.pipeline import load
 
     with ExitStack() as stack:
-        pipeline = stack.enter_context(load(usable, **opening.arguments(), **decoding.arguments()))
+        pipeline = stack.enter_context(load(usable, **opening.arguments(), **decoding.arguments(usable)))
         stream = stack.enter_context(pipeline.watch(**arguments))
         # Frames of stdin come when they come.
         is_paced = not as_fast and source != "-"

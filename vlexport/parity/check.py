@@ -236,7 +236,7 @@ def check_offline(
         level=OFFLINE,
         check="kernels",
         origin="rows above are of the typed program in torch, not of the engine",
-        note=f"{unrun.reason}; `vlexport parity` on such a device checks the engine itself",
+        note=f"{unrun.reason}; `vlexport check --accuracy` on such a device checks the engine itself",
         given="not_run",
     )
     rows = (*report.rows, *read_back, hidden, kernels)

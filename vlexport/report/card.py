@@ -28,7 +28,7 @@ images and videos to the embeddings that the language model takes.
 ## Use
 
 ```bash
-{verify}
+{check}
 {encode}
 ```
 
@@ -40,7 +40,8 @@ with vlexport.load("{bundle}") as pipeline:
 ```
 
 An engine is a program. One that was built elsewhere is refused until its digest, which `vlexport inspect`
-prints, is approved with `--trust`: approve it only if you trust who built it, and have the digest from them.
+prints, is approved: `vlexport trust BUNDLE DIGEST`. Do so only if you trust who built it, and have the digest
+from them.
 
 ## Accuracy, against the model's own implementation with the same weights
 
@@ -100,7 +101,7 @@ def card(manifest: Manifest, name: str, licence: str | None) -> str:
         table = "\n".join(map(plain, report.table().splitlines()))
         accuracy = f"{plain(report.summary())}\n\n```\n{table}\n```"
     if manifest.proof.calls:
-        run = command(Path(bundle), manifest, "verify", "--run")
+        run = command(Path(bundle), manifest, "check", "--run")
         accuracy += (
             f"\n\nIt proves itself without the checkpoint: `{run}` runs {len(manifest.proof.calls)} stored "
             f"calls, which passed on {plain(manifest.proof.machine)}."
@@ -113,7 +114,7 @@ def card(manifest: Manifest, name: str, licence: str | None) -> str:
         model=model,
         backend=manifest.target.backend,
         precision=precision,
-        verify=command(Path(bundle), manifest, "verify"),
+        check=command(Path(bundle), manifest, "check"),
         encode=command(Path(bundle), manifest, "encode", *photo),
         accuracy=accuracy,
         profile=plain(manifest.profile.name),

@@ -1,4 +1,4 @@
-"""Two results side by side: bundles, accuracy tables or timings; what cannot be compared is refused."""
+"""Two results side by side: bundles, tables, timings, graphs; what cannot be compared is refused."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from vlexport.evaluate.intervals import Interval, unpaired
 from vlexport.parity.report import ParityReport, Row, Verdict, report_in
 from vlexport.report.facts import Contender, document, timed_from
 from vlexport.report.features import SUFFIXES, Features, ItemPair, pairs_of
+from vlexport.system import shortage
 
-Kind = Literal["bundle", "accuracy table", "timings", "embeddings"]
+Kind = Literal["bundle", "accuracy table", "timings", "embeddings", "graphs"]
 MODEL = ("checkpoint.weights", "checkpoint.adapter.digest")
 # With other ones, times prove nothing about the bundles.
 DEVICE = tuple(f"machine.{name}" for name in ("processor", "processors", "threads", "gpu"))
 WORKLOAD = ("workload.patches", "workload.tokens", "workload.items")
 EXPECTED = (
-    "Two bundles, two accuracy tables (`vlexport parity BUNDLE --json`; a bundle has one too), two files of "
-    "`vlexport bench BUNDLE --json`, or two of embeddings (*.safetensors, index.jsonl) expected."
+    "Two bundles, two accuracy tables (`vlexport check BUNDLE --accuracy --json`; a bundle has one too), two "
+    "files of `vlexport bench BUNDLE --json`, two of embeddings (*.safetensors, index.jsonl) or two ONNX "
+    "graphs expected."
 )
 
 
@@ -124,23 +126,21 @@ class _Subject:
 
 
 def compare(
-    first: Path | str, second: Path | str, *, trust: str | None = None, allow_different: bool = False
+    first: Path | str, second: Path | str, *, graph: str | None = None, allow_different: bool = False
 ) -> Comparison:
-    """Compare two bundles, two accuracy tables, two files of timings or two of embeddings.
+    """Compare two bundles, accuracy tables, files of timings or of embeddings, or ONNX graphs.
 
-    trust            the digest of one of the bundles, if it is from elsewhere
+    graph            a graph of bundles to compare by operator; of files *.onnx it is the file
     allow_different  also where weights, devices or workloads differ
 
         compare("engines/BEFORE", "engines/AFTER").rows
     """
     if all(Path(place).suffix in SUFFIXES for place in (first, second)):
         return _embeddings(*(Features.of(Path(place)) for place in (first, second)))
-    digests = [Bundle.inspect(Path(place)).digest for place in (first, second) if Path(place).is_dir()]
-    trust = trust and trust.strip().lower().removeprefix("sha256:")
-    if trust is not None and trust not in digests:
-        listed = " and ".join(digests) or "no bundle"
-        raise RequestError(f"trust {trust} given; the digest of one of the two expected, found {listed}.")
-    one, other = (_subject(Path(place), trust) for place in (first, second))
+    if graph is not None or any(Path(place).suffix == ".onnx" for place in (first, second)):
+        pair = _graph_pair(graph or "model.onnx", Path(first), Path(second))
+        return Comparison(kind="graphs", first=str(first), second=str(second), graphs=(pair,))
+    one, other = (_subject(Path(place)) for place in (first, second))
     if one.kind != other.kind and "timings" in (one.kind, other.kind):
         raise RequestError(f"{one.place}: {one.kind}, {other.place}: {other.kind}. {EXPECTED}")
     waived = tuple(_obstacles(one, other))
@@ -182,12 +182,10 @@ def _embeddings(first: Features, second: Features) -> Comparison:
     )
 
 
-def _subject(path: Path, trust: str | None) -> _Subject:
+def _subject(path: Path) -> _Subject:
     place = str(path)
     if path.is_dir():
-        # What is approved is one of the two.
-        approved = trust if trust == Bundle.inspect(path).digest else None
-        bundle = Bundle.open(path, trust=approved, verify="lazy")
+        bundle = Bundle.open(path, verify="lazy")
         identity = freeze_object(bundle.manifest.identity(), "identity")
         return _Subject(
             place=place,
@@ -198,14 +196,15 @@ def _subject(path: Path, trust: str | None) -> _Subject:
             report=report_in(bundle.verdict),
         )
     try:
-        content = document(path, ("parity", "bench"))
+        content = document(path, ("check", "bench"))
     except InputError as error:
         raise RequestError(f"{place}: no result of vlexport ({error}) {EXPECTED}") from error
     verb = content["verb"]
+    again = "check BUNDLE --accuracy" if verb == "check" else "bench BUNDLE"
     try:
-        return _table(place, content) if verb == "parity" else _bench(place, content)
+        return _table(place, content) if verb == "check" else _bench(place, content)
     except InputError as error:
-        raise RequestError(f"{place}: {error} Write it again: vlexport {verb} BUNDLE --json") from error
+        raise RequestError(f"{place}: {error} Write it again: vlexport {again} --json") from error
 
 
 def _model(identity: JsonObject) -> str:
@@ -285,13 +284,32 @@ def _nearest(report: ParityReport | None) -> dict[tuple[str, str, str], Nearest]
 
 
 def _graphs(first: Bundle, second: Bundle) -> Iterator[GraphPair]:
-    from vlexport.onnx.diff import differences, num_nodes, parts_of
-
     for name in sorted({*first.manifest.files} & {*second.manifest.files}):
         if name.endswith(".onnx"):
-            one, other = (parts_of(side.read(name), str(side.path / name)) for side in (first, second))
-            nodes = (num_nodes(one), num_nodes(other))
-            yield GraphPair(name=name, nodes=nodes, differences=tuple(differences(one, other)))
+            yield _graph_pair(name, first, second)
+
+
+def _graph_pair(name: str, *places: Path | Bundle) -> GraphPair:
+    """Compare a graph of two bundles, or of a bundle and a file *.onnx, or two such files."""
+    from vlexport.onnx.diff import differences, num_nodes, parts_of
+
+    one, other = (
+        parts_of(_graph(place, name), str(place.path / name if isinstance(place, Bundle) else place))
+        for place in places
+    )
+    nodes = (num_nodes(one), num_nodes(other))
+    return GraphPair(name=name, nodes=nodes, differences=tuple(differences(one, other)))
+
+
+def _graph(place: Path | Bundle, name: str) -> bytes:
+    if isinstance(place, Bundle) or place.is_dir():
+        return Bundle.open(place, verify="lazy").read(name)
+    try:
+        return place.read_bytes()
+    except OSError as error:
+        raise shortage(error) or RequestError(
+            f"{place}: cannot be read ({error.strerror}). Pass a .onnx file or a bundle."
+        ) from error
 
 
 def _with_timings(comparison: Comparison, one: _Subject, other: _Subject) -> Comparison:

@@ -186,7 +186,7 @@ def _picture(path: Path, bundle: Bundle) -> bytes:
             )
     except (InputError, OSError, ValueError, SyntaxError, PIL.Image.DecompressionBombError) as error:
         raise RequestError(
-            f"--overlay {path}: {error} `vlexport run BUNDLE --decoder SOURCE --video FILE --prompt TEXT "
+            f"--overlay {path}: {error} `vlexport run BUNDLE --video FILE --prompt TEXT "
             "--prune RATE --overlay FILE` draws one."
         ) from error
     return raw

@@ -83,7 +83,11 @@ def page(bundle: Bundle, results: Results | None = None) -> str:
         f"{manifest.precision.name}, for calls of profile {manifest.profile.name}."
     )
     sections = [
-        ("Accuracy", (_accuracy(report) if report else _missing(_about(bundle, "parity"))) + _proof(bundle)),
+        (
+            "Accuracy",
+            (_accuracy(report) if report else _missing(_about(bundle, "check", "--accuracy")))
+            + _proof(bundle),
+        ),
         ("Drift by block", _drift(report, bundle)),
         ("Latency", _latency(results.timings, bundle)),
         ("Padding and memory", _memory(results.plan)),
@@ -136,7 +140,7 @@ def _proof(bundle: Bundle) -> str:
     if not proof.calls:
         return ""
     machines = "; and on ".join(sorted({proof.machine} | Proved.of().read(bundle.digest)))
-    run = bundle.command("verify", "--run")
+    run = bundle.command("check", "--run")
     return f"""<p>Its own proof, {len(proof.calls)} stored calls, passed on {_text(machines)}.
 <code>{_text(run)}</code> repeats it without the checkpoint.</p>
 """
@@ -181,7 +185,7 @@ def _drift(report: ParityReport | None, bundle: Bundle) -> str:
     if report is not None and any(row.note.endswith(WHOLE) for row in report.rows):
         return Markup("<p>The class is traced whole: it has no stages to compare.</p>")
     if report is None or report.layers is None:
-        return _missing(_about(bundle, "parity", "--layers"))
+        return _missing(_about(bundle, "check", "--accuracy", "--layers"))
     curve, rows = report.layers, []
     for point in curve.points:
         # Eight powers of ten: from 1e-8 to an error as large as the output.
@@ -278,7 +282,7 @@ def _sweep(sweep: Sweep | None, bundle: Bundle) -> str:
     if sweep is None and bundle.manifest.graphs.selector is None:
         return UNPRUNED
     if sweep is None:
-        words = ("--decoder", "SOURCE", "--video", "VIDEO", "--json")
+        words = ("--video", "VIDEO", "--json")
         return _missing(_about(bundle, "sweep", *words), "--sweep")
     (head, rows), *others = sweep.tables()
     folded = "\n".join(
@@ -293,7 +297,7 @@ def _overlay(picture: bytes, bundle: Bundle) -> str:
     if bundle.manifest.graphs.selector is None and not picture:
         return UNPRUNED
     if not picture:
-        words = ("--decoder", "SOURCE", "--video", "VIDEO", "--prompt", "TEXT", "--prune", "RATE")
+        words = ("--video", "VIDEO", "--prompt", "TEXT", "--prune", "RATE")
         return _missing(_about(bundle, "run", *words, "--overlay", "kept.png"), "--overlay")
     source = base64.b64encode(picture).decode("ascii")
     return f"""<p>Bright cells are kept tokens.</p>

@@ -81,13 +81,13 @@ def require_usable(bundle: Bundle, *, allow_failed: bool = False, unproven: bool
     backend = backend_of(bundle, unchecked=allow_failed or unproven)
     if bundle.verdict.status != "passed" and not allow_failed:
         remedy = (
-            f". `{bundle.command('parity', '-v')}` shows why; --allow-failed (allow_failed) runs it all "
-            "the same."
+            f". `{bundle.command('check', '--accuracy', '-v')}` shows why; --allow-failed "
+            "(allow_failed) runs it all the same."
         )
         if bundle.verdict.status == "not_run":
             remedy = (
-                f": it was built where it could not run. `{bundle.command('parity')}` checks it; "
-                "--allow-failed (allow_failed) runs it unchecked."
+                f": it was built where it could not run. `{bundle.command('check', '--accuracy')}` checks "
+                "it; --allow-failed (allow_failed) runs it unchecked."
             )
         raise ParityError(
             f"{bundle.path}: its accuracy check is '{bundle.verdict.status}', 'passed' expected{remedy}"
@@ -195,7 +195,7 @@ def backend_of(bundle: Bundle, *, unchecked: bool = False) -> Backend:
         raise MisfitError(
             f"{bundle.path}: built with {name} {target.version}; {here.version} is here and reads its "
             f"format, and this bundle was not checked with it. Build again: {bundle.rebuild_command()}\n"
-            f"Or let it prove itself once, and it opens: {bundle.command('verify', '--run')}"
+            f"Or let it prove itself once, and it opens: {bundle.command('check', '--run')}"
         )
     return backend
 

@@ -56,7 +56,7 @@ def prove(bundle: Bundle, engine: Engine) -> ProofResult:
     if not proof.calls:
         raise UnsupportedError(
             f"{bundle.path}: no proof is stored, as its build could not run the engine. Check it against the "
-            f"checkpoint: {bundle.command('parity')}"
+            f"checkpoint: {bundle.command('check', '--accuracy')}"
         )
     stored = load(bytes(bundle.read(CALLS)))
     same, count, seconds, share, problem = 0, 0, 0.0, 0.0, ""

@@ -71,7 +71,7 @@ class Demo:
         return [
             f"checkpoint  {self.checkpoint}  (tiny, {weights})",
             f"bundle      {self.bundle}  ({done})",
-            f"parity      {self.summary}  (against the reference; `vlexport parity` repeats it)",
+            f"parity      {self.summary}  (against the reference; `vlexport check --accuracy` repeats it)",
             f"media       {media}",
             f"tokens      {self.embeddings}",
             *shapes,

@@ -36,7 +36,7 @@ def _bundle(inspection: Inspection) -> dict[str, object]:
         "trusted": inspection.trusted,
         "problem": inspection.problem,
         "contents": "sizes compared, bytes not hashed; run: "
-        f"{command(inspection.path, inspection.manifest, 'verify')}",
+        f"{command(inspection.path, inspection.manifest, 'check')}",
         "parity": inspection.checked.status if inspection.checked else status,
         "summary": _accuracy(inspection),
     }

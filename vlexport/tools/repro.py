@@ -134,7 +134,7 @@ def _unserved(name: str) -> UnsupportedError:
         f"bundle of backend '{name}' given; `repro` supports bundles of: {', '.join(able)}. An engine of "
         f"'{name}' is a program of torch that needs vlexport's operators: nobody could run it without. Build "
         f"the checkpoint with --backend {able[0]} too. If that bundle shows the fault, use it here; "
-        "if not, report it with the lines of `vlexport doctor` and of `vlexport parity -v BUNDLE`."
+        "if not, report it with the lines of `vlexport doctor` and of `vlexport check --accuracy -v BUNDLE`."
     )
 
 
