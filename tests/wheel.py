@@ -178,7 +178,7 @@ def use_newest(place: Environment, wheel: Path, constraints: Path) -> None:
     findings = json.loads(place.vlexport("doctor", "--deep", "--json"))["findings"]
     assert "broken" not in {each["state"] for each in findings}, findings
     assert ", passed  (" in place.vlexport("demo")
-    (bundle,), media = (place.work / "engines").glob("qwen2_5_vl-onnxruntime-*"), place.work / "demo-output"
+    (bundle,), media = (place.work / "engines").glob("qwen2_5_vl-*onnxruntime-*"), place.work / "demo-output"
     checkpoint = media / "qwen2_5_vl-trained"
     shown = (bundle, "--checkpoint", checkpoint, "--video", media / "video.npy", "--fps", 2)
     question = "Which shape came first?"
@@ -186,7 +186,7 @@ def use_newest(place: Environment, wheel: Path, constraints: Path) -> None:
     place.vlexport("sweep", *shown, "--prompt", question, "--rates", "0,0.5", "--selectors", "evs")
     place.run(place.bin / "python", "-c", GEMMA, place.work / "gemma", shown="python writes a tiny Gemma 3")
     place.vlexport("build", "gemma", "--output-dir", "generic")
-    (bundle,) = (place.work / "generic").glob("generic-onnxruntime-*")
+    (bundle,) = (place.work / "generic").glob("gemma-onnxruntime-*")
     place.vlexport("check", bundle, "--accuracy")
     # Decoders of all families: this file imports nothing of the tests.
     families = shutil.copy(ROOT / "tests" / "reference" / "test_decoder_parts.py", place.work)
@@ -225,7 +225,7 @@ def use(place: Environment, wheel: Path, constraints: Path) -> None:
     assert advice.startswith("pip install --force-reinstall"), advice
     place.pip(*advice.split()[1:])
     assert diagnosed(place)["backend onnxruntime"]["state"] == "fine"
-    (bundle,) = (place.work / "engines").glob("qwen2_5_vl-onnxruntime-*")
+    (bundle,) = (place.work / "engines").glob("qwen2_5_vl-*onnxruntime-*")
     words = ("encode", bundle, "--image", place.work / "demo-output" / "image.png", "-o", "x.safetensors")
     place.pip("uninstall", "--yes", "onnxruntime-gpu")
     message = place.vlexport(*words, code=4)
