@@ -137,6 +137,7 @@ def commands(clip: Path) -> dict[str, list[str]]:
         "repro ": [engines, "--inputs-only", "--output", "inputs"],
         "list": [],
         "doctor": ["--deep"],
+        "explain": ["untrusted"],
         "bundles ls": ["--check"],
         "bundles tag": [engines, "mine"],
         "bundles rm": ["mine"],

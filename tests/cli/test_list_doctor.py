@@ -12,10 +12,12 @@ import pytest
 import torch.nn.functional as F
 
 from tests.cli.lines import vlexport
+from vlexport import errors
 from vlexport.backends import backend_names, eager, find_backend
 from vlexport.positions import mrope
 from vlexport.recipe import list_recipes, recipe_folder
 from vlexport.tools import doctor
+from vlexport.tools.explain import code_of
 
 
 def test_list_names_every_recipe_with_its_model_types_in_plain_columns():
@@ -38,10 +40,28 @@ def test_doctor_names_every_backend_with_its_precisions_and_what_it_lacks(monkey
     assert found["eager"]["missing"] == "its library is not installed."
 
 
+def test_every_error_prints_a_code_that_explain_knows_offline():
+    listed = [line.split("\t") for line in vlexport("explain").lines[1:]]
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+    kinds = [kind for kind in kinds if issubclass(kind, errors.VlexportError)]
+    codes = {code_of(kind): kind for kind in kinds if kind is not errors.VlexportError}
+    assert codes.keys() < {code for code, _ in listed}
+    for code, summary in listed:
+        ran = vlexport("explain", code)
+        exits = f" (exit code {codes[code].exit_code})" if code in codes else ""
+        assert ran.lines[0] == f"{code}{exits}: {summary}"
+        assert [line.partition(":")[0] for line in ran.lines[1:]] == ["Causes", "What to do"]
+    found = vlexport("explain", "untrusted", "--json").document
+    assert (found["code"], found["exit_code"]) == ("untrusted", 5)
+    refused = vlexport("explain", "invented")
+    assert (refused.code, refused.err.endswith(" [request]\n")) == (2, True)
+
+
 def test_help_list_and_inspect_load_no_torch(built):
     program = (
         "import sys; from vlexport.cli import run\n"
-        f"codes = [run(['--help']), run(['list']), run(['inspect', {str(built)!r}])]\n"
+        f"verbs = ['--help'], ['list'], ['explain', 'L1'], ['inspect', {str(built)!r}]\n"
+        "codes = list(map(run, verbs))\n"
         "sys.exit(any(codes) or 'torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, check=False).returncode == 0

@@ -67,7 +67,7 @@ def global_options(
 for group, commands in {
     "Build": (machine.demo, build.plan, build.build),
     "Use": (encode, answer, watch, sweep, bench.bench),
-    "Check": (check.inspect, check.check, check.report, compare),
+    "Check": (check.inspect, check.check, check.report, compare, machine.explain),
     "Share": (hub.push, hub.pull, check.trust, check.repro),
     "This machine": (machine.list_, machine.doctor),
 }.items():
@@ -141,10 +141,17 @@ def _report(error: Exception, words: list[str], *, debug: bool) -> int:
     code, message = _explain(error, words)
     if debug:
         traceback.print_exception(error)
-    print_error(f"vlexport: {message}")
+    print_error(f"vlexport: {message}{_code(error)}")
     if "--json" in words:
         show_json("error", {"error": failure(error, code, message)})
     return code
+
+
+def _code(error: Exception) -> str:
+    """Return what `vlexport explain` takes, in brackets."""
+    from vlexport.tools.explain import code_of
+
+    return f" [{code_of(error)}]" if isinstance(error, VlexportError) else ""
 
 
 # Of a path that was given, or of the current folder.

@@ -1,4 +1,4 @@
-"""`list`, `doctor` and `demo`: what is here, whether it works, and the workflow on it."""
+"""`list`, `doctor`, `explain` and `demo`: what is here, whether it works, and the workflow on it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlexport.cli.options import BACKEND, BUNDLES_DIR, JSON, flag, option
+from vlexport.cli.options import BACKEND, BUNDLES_DIR, JSON, argument, flag, option
 from vlexport.cli.output import data_is_out, show, show_json, show_table
 from vlexport.cli.progress import phases
 from vlexport.errors import MisfitError
@@ -62,6 +62,34 @@ def _backend_json(backend: Backend) -> dict[str, object]:
         "summary": backend.summary,
         "missing": backend.missing(),
     }
+
+
+def explain(
+    code: str | None = argument("CODE", "Code of an error or of a row of the accuracy check.", default=None),
+    as_json: bool = JSON,
+) -> None:
+    """Explain a code that an error or the accuracy check prints.
+
+    Without a code, list all.
+    """
+    from vlexport.codec import encode
+    from vlexport.tools.explain import find_page, pages
+
+    if code is None:
+        listed = pages()
+        if as_json:
+            show_json("explain", {"codes": {name: page.summary for name, page in listed.items()}})
+            return
+        show_table(("code", "means"), [(name, page.summary) for name, page in listed.items()])
+        return
+    page = find_page(code)
+    if as_json:
+        show_json("explain", encode(page))
+        return
+    exits = "" if page.exit_code is None else f" (exit code {page.exit_code})"
+    show(f"{page.code}{exits}: {page.summary}")
+    show(f"Causes: {page.causes}")
+    show(f"What to do: {page.remedy}")
 
 
 def doctor(
