@@ -2,12 +2,14 @@
 
 import io
 import itertools
+import json
 import logging
 import random
 import re
 import sys
 import threading
 import time
+from contextlib import redirect_stderr
 
 import pytest
 
@@ -174,6 +176,26 @@ def test_quiet_prints_no_progress_and_no_notes_but_data_and_errors(tmp_path, mon
     with phases("x") as advance:
         advance("export", 0.0)
     output.VERBOSITY.reset(token)
+
+
+def test_programs_get_a_line_of_json_for_each_phase_and_hundredth(tmp_path):
+    (tmp_path / "x").mkdir()
+    ran = vlexport("bundles", "ls", "--check", "-o", tmp_path, "--progress", "json")
+    assert (ran.code, [line for line in ran.err.splitlines() if line[0] == "{"]) == (0, [])
+    assert vlexport("bundles", "ls", "-o", tmp_path, "--progress=yaml").code == 2
+    assert vlexport("--progress", "json", "list").code == 0
+    token, printed = output.EVENTS.set(True), io.StringIO()
+    with redirect_stderr(printed), phases("build") as advance:
+        for step in range(1000):
+            advance("check", step / 1000)
+        advance("store", 0.0)
+    output.EVENTS.reset(token)
+    events = list(map(json.loads, printed.getvalue().splitlines()))
+    assert {(event["event"], event["verb"]) for event in events} == {("progress", "build")}
+    assert (events[0]["phase"], events[-1]["phase"]) == ("check", "store")
+    shares = [event["share"] for event in events]
+    assert (shares == sorted(shares), 40 < len(events) < 110) == (True, True)
+    assert all(event["seconds_left"] >= 0 for event in events)
 
 
 def test_verbose_prints_details_without_tracebacks():

@@ -17,11 +17,11 @@ from vlexport.cli.compare import compare
 from vlexport.cli.encode import encode
 from vlexport.cli.interrupts import STOPPED_CODES, Stopped, end_at_once, stoppable
 from vlexport.cli.options import Commands
-from vlexport.cli.output import failure, logs_printed, print_error, print_line, show_json
+from vlexport.cli.output import EVENTS, failure, logs_printed, print_error, print_line, show_json
 from vlexport.cli.run import run as answer
 from vlexport.cli.sweep import sweep
 from vlexport.cli.watch import watch
-from vlexport.errors import MisfitError, VlexportError
+from vlexport.errors import MisfitError, RequestError, VlexportError
 
 # Typer brings its own copy of click in newer versions; its public names lead to the classes of both.
 _USAGE = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "UsageError")
@@ -47,11 +47,14 @@ def global_options(
     quiet: bool = typer.Option(False, "--quiet", "-q", help="Print data and errors only; no progress."),  # noqa: ARG001
     verbose: bool = typer.Option(False, "--verbose", "-v", help="Print what is done in detail."),  # noqa: ARG001
     debug: bool = typer.Option(False, "--debug", help="Print tracebacks too."),  # noqa: ARG001
+    progress: str | None = typer.Option(  # noqa: ARG001
+        None, metavar="json", help="Print progress to stderr as lines of JSON, for programs."
+    ),
     version: bool = typer.Option(False, "--version", help="Show the version and exit."),
 ) -> None:
     """Export vision towers of vision-language models to verified inference engines.
 
-    -q, -v and --debug may stand anywhere, also after the command.
+    -q, -v, --debug and --progress may stand anywhere, also after the command.
     """
     if version:
         import vlexport
@@ -112,7 +115,12 @@ def run(arguments: list[str]) -> int:
     try:
         with stoppable() as received, logs_printed(verbosity):
             try:
-                return int(app(words, prog_name="vlexport", standalone_mode=False) or 0)
+                words, is_for_programs = _events(words)
+                token = EVENTS.set(is_for_programs)
+                try:
+                    return int(app(words, prog_name="vlexport", standalone_mode=False) or 0)
+                finally:
+                    EVENTS.reset(token)
             # The last stop before the shell: whatever was raised becomes a message and an exit code.
             except Exception as error:
                 # Libraries turn a signal into errors of their own.
@@ -135,6 +143,20 @@ def _verbosity(arguments: list[str]) -> tuple[list[str], int]:
     levels = [_VERBOSITIES[word] for word in arguments[:end] if word in _VERBOSITIES]
     words = [word for word in arguments[:end] if word not in _VERBOSITIES]
     return [*words, *arguments[end:]], max(levels, default=0)
+
+
+def _events(words: list[str]) -> tuple[list[str], bool]:
+    """Remove `--progress json` from anywhere before `--`; return the rest and whether it was there."""
+    end = words.index("--") if "--" in words else len(words)
+    for at, word in enumerate(words[:end]):
+        name, _, value = word.partition("=")
+        if name == "--progress":
+            length = 1 if value else 2
+            form = value or "".join(words[at + 1 : min(end, at + 2)])
+            if form != "json":
+                raise RequestError(f"--progress {form}: json expected, or leave it out for a bar or lines.")
+            return words[:at] + words[at + length :], True
+    return words, False
 
 
 def _report(error: Exception, words: list[str], *, debug: bool) -> int:

@@ -26,6 +26,8 @@ UNDER_BAR: list[Console] = []
 # -1 with --quiet, 1 with --verbose, 2 with --debug, of the command that runs.
 LEVELS = {-1: logging.ERROR, 0: logging.INFO, 1: logging.DEBUG, 2: 1}
 VERBOSITY: ContextVar[int] = ContextVar("verbosity", default=0)
+# Whether progress is printed for programs.
+EVENTS: ContextVar[bool] = ContextVar("events", default=False)
 
 
 def is_quiet() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 import time
@@ -14,7 +15,7 @@ from rich.spinner import Spinner
 from rich.table import Column, Table
 
 from vlexport._build.timings import Timings
-from vlexport.cli.output import UNDER_BAR, console_of, is_quiet, print_line
+from vlexport.cli.output import EVENTS, UNDER_BAR, console_of, is_quiet, print_error, print_line
 
 ProgressCall = Callable[[str, float], None]
 
@@ -22,6 +23,7 @@ ProgressCall = Callable[[str, float], None]
 LINE_SECONDS = 20.0
 # Off a terminal, parts of a phase that are counted have a line for each such share of it.
 LINE_SHARE = 0.05
+EVENT_SHARE = 0.01
 
 
 class Overall:
@@ -71,17 +73,28 @@ class Overall:
         inside = max(self.inside, min(0.95, (self.clock() - self.entered) / usual) if usual else 0.0)
         return min(0.99, max(self.done, self._share(inside)))
 
-    def text(self) -> str:
-        """Return share and time left, of this phase alone where nothing is known about the others."""
+    def left(self) -> float:
+        """Return the seconds left, of this phase where nothing is known about the others; 0: unknown."""
         if not self.before:
             elapsed = self.clock() - self.entered
             is_known = self.inside >= 0.1 or (self.inside > 0 and elapsed >= LINE_SECONDS)
-            left = elapsed * (1 / self.inside - 1) if is_known else 0.0
-            return f"{self.inside:.0%} of it, about {duration(left)} left" if left else ""
+            return elapsed * (1 / self.inside - 1) if is_known else 0.0
         share, elapsed = self.share(), self.clock() - self.started
         # Early on, the last time is a better guide than this one.
-        left = (1 - share) * (elapsed / share if share > 0.2 else sum(self.before.values()))
-        return f"{share:.0%}, about {duration(left)} left"
+        return (1 - share) * (elapsed / share if share > 0.2 else sum(self.before.values()))
+
+    def text(self) -> str:
+        """Return share and time left."""
+        left = self.left()
+        if not self.before:
+            return f"{self.inside:.0%} of it, about {duration(left)} left" if left else ""
+        return f"{self.share():.0%}, about {duration(left)} left"
+
+    def event(self, title: str) -> str:
+        """Return the state as a line of JSON; `seconds_left` is of the phase without an earlier time."""
+        state = {"verb": title, "phase": self.words, "share": round(self.share(), 3)}
+        seconds = {"seconds": round(self.clock() - self.started, 1), "seconds_left": round(self.left(), 1)}
+        return json.dumps({"event": "progress", **state, **seconds})
 
 
 def duration(seconds: float) -> str:
@@ -93,9 +106,14 @@ def duration(seconds: float) -> str:
 
 @contextmanager
 def phases(title: str, overall: Overall | None = None) -> Iterator[ProgressCall]:
-    """Show the progress of the block: a bar on a terminal, else a line for every phase and every 20 s."""
+    """Show the progress of the block: a bar on a terminal, else a line for every phase and every 20 s.
+
+    With `--progress json` a line of JSON for every phase and for every hundredth.
+    """
     overall, console = overall or Overall(), console_of(stderr=True)
-    if is_quiet():
+    if EVENTS.get():
+        yield _events(title, overall)
+    elif is_quiet():
         yield overall.advance
     elif console.is_terminal and not console.is_dumb_terminal:
         bar = _bar(title, overall)
@@ -108,6 +126,19 @@ def phases(title: str, overall: Overall | None = None) -> Iterator[ProgressCall]
     else:
         with _lines(overall) as advance:
             yield advance
+
+
+def _events(title: str, overall: Overall) -> ProgressCall:
+    shown = ("", -1.0)
+
+    def advance(phase: str, share: float) -> None:
+        nonlocal shown
+        overall.advance(phase, share)
+        if overall.phase != shown[0] or overall.share() >= shown[1] + EVENT_SHARE:
+            shown = (overall.phase, overall.share())
+            print_error(overall.event(title))
+
+    return advance
 
 
 def _bar(title: str, overall: Overall) -> Callable[[], Table]:
