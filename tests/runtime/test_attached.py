@@ -199,6 +199,53 @@ def test_patches_line_by_line_go_cell_by_cell_to_the_engine(tmp_path):
 
 
 @pytest.mark.slow
+def test_videos_that_no_engine_has_are_the_class_s_own_with_kept_weights_and_refused_without(tmp_path):
+    model, bundle, _ = case_of("llava_next_video", tmp_path / "llava_next_video")
+    calls = dict(calls_of(model))
+    own = {kind: answers(model, call) for kind, call in calls.items()}
+    words = "LlavaNextVideoModel: videos take another way .* Attach with keep_weights=True, or pass frames"
+    with attach(model, bundle) as engine:
+        assert engine.freed_bytes
+        with pytest.raises(UnsupportedError, match=words):
+            answers(model, calls["video"])
+    with attach(model, bundle, keep_weights=True) as engine:
+        count = engine.session.num_calls
+        logits, tokens = answers(model, calls["video"])
+        assert engine.session.num_calls == count
+        assert torch.equal(logits, own["video"][0])
+        assert torch.equal(tokens, own["video"][1])
+        # Images in other threads take the engine meanwhile.
+        kinds = [*calls] * 2
+        with ThreadPoolExecutor(2) as pool:
+            answered = list(pool.map(lambda kind: model.generate(**calls[kind], max_new_tokens=2), kinds))
+        assert engine.session.num_calls == count + len(kinds) - 2
+        for kind, tokens in zip(kinds, answered, strict=True):
+            assert torch.equal(tokens, own[kind][1][:, : tokens.shape[1]])
+
+
+@pytest.mark.slow
+def test_frames_of_videos_go_to_the_engine_as_pictures(tmp_path):
+    model, bundle = whole_model("gemma4", tmp_path), build(tmp_path, "generic")
+    owner = owner_of(model)
+    pixels = pixels_of(owner, 3, config=config_of(model))
+    video = {
+        "pixel_values_videos": pixels["pixel_values"],
+        "video_position_ids": pixels["image_position_ids"],
+        "num_frames_per_video": torch.tensor([2, 1]),
+    }
+    own = owner.get_video_features(**video)
+    with attach(model, bundle) as engine:
+        count = engine.session.num_calls
+        given = owner.get_video_features(**video)
+        assert engine.session.num_calls == count + 3
+        with pytest.raises(InputError, match="but the bundle takes"):
+            owner.get_video_features(**{**video, "pixel_values_videos": pixels["pixel_values"][:, :-1]})
+    assert type(given) is type(own)
+    for ours, theirs in zip(given.pooler_output, own.pooler_output, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
 def test_pictures_of_the_one_shape_give_equal_tokens_and_others_are_refused(tmp_path, subtests):
     case = case_of("lfm2_vl", tmp_path / "lfm2_vl")
     held_to_its_own_tower(case, subtests)

@@ -30,8 +30,10 @@ from vlexport.vision.preprocess import cut
 
 VIDEOS = "get_video_features"
 MEDIA = {METHOD: "image", VIDEOS: "video"}
-PIXELS = ("pixel_values", "pixel_values_images", "pixel_values_videos")
-SIZES = ("image_grid_thw", "video_grid_thw", "image_sizes", "pixel_attention_mask", "spatial_shapes")
+PIXELS = ("pixel_values", "pixel_values_images")
+SIZES = ("image_grid_thw", "image_sizes", "pixel_attention_mask", "spatial_shapes")
+# How many frames each video of a call has.
+FRAMES = "num_frames_per_video"
 # Fields of outputs that follow from pixels; others may be constants of the class.
 FIELDS = ("last_hidden_state", "pooler_output", "hidden_states", "attentions", "deepstack_features")
 # Where a class has rows; maps of several sizes, [rows, B, D], with encodings of positions.
@@ -56,7 +58,8 @@ def attach(  # noqa: PLR0913  what `load` offers, in one place
     model         a model in eval mode on the CPU, of any class around the one with image features
     bundle        its folder, or what `build` returned; `trust`, `recipe` and `options` as for `load`
     keep_weights  keep the weights that only features need. Otherwise their memory is freed, `save_pretrained`
-                  writes none of them, and `detach` reads them again from the checkpoint `model.name_or_path`
+                  writes none of them, and `detach` reads them again from the checkpoint `model.name_or_path`.
+                  Videos that take another way than images are the class's own with them, refused without
 
     `model.generate(...)`, `model(...)` and pipelines work as before; gradients end at the engine's rows. Two
     random images go through both first, and what differs by more than the recipe's limit is refused.
@@ -92,6 +95,7 @@ class Attached:
         self._features, self._freed = features, dict[str, nn.Parameter]()
         _check_source(model, self.session)
         ids = features.examine(model)
+        features.keeps_weights = keep_weights
         features.install()
         for name, weight in list(model.named_parameters(remove_duplicate=False)):
             if id(weight) in ids and not keep_weights:
@@ -206,8 +210,8 @@ class _Features:
         self.constants: dict[str, Tensor] = {}
         self.replaced: list[tuple[Any, str]] = []
         self.local, self.takes_videos, self.is_used = threading.local(), self.form == GRIDS, True
-        self.hands_on, rule = False, self.packing.rule
-        self.media = set(rule.sizes if isinstance(rule, PictureRule) else (*PIXELS, *SIZES, MERGES))
+        self.hands_on, self.keeps_weights, rule = False, False, self.packing.rule
+        self.media = {*(rule.sizes if isinstance(rule, PictureRule) else (*PIXELS, *SIZES, MERGES)), FRAMES}
 
     @torch.inference_mode()
     def examine(self, model: Any) -> set[int]:
@@ -222,10 +226,7 @@ class _Features:
         self.is_used = self._require_use(inputs, writes=model is not self.owner or hasattr(model, "generate"))
         if self.form in (RASTER, PICTURE) and hasattr(self.owner, VIDEOS):
             # A method of videos that hands them on as images stays.
-            names = [
-                name for name in inspect.signature(self.owner.get_image_features).parameters if name in inputs
-            ]
-            self.hands_on, _ = self._reached(lambda: getattr(self.owner, VIDEOS)(*map(inputs.get, names)))
+            self.hands_on, _ = self._reached(lambda: getattr(self.owner, VIDEOS)(**self._as_video(inputs)))
         hooks = [
             part.register_forward_hook(lambda part, _, output: order.append((part, output)))
             for part in self.owner.children()
@@ -243,31 +244,21 @@ class _Features:
         if self.packs:
             (self.tower, self.hidden), *_, (self.projector, _) = order
             ids &= {id(weight) for part in (self.tower, self.projector) for weight in part.parameters()}
-        calls = {METHOD: inputs}
-        if self.packs and hasattr(self.owner, VIDEOS):
-            # Frames may be pooled on their way through the class's own code.
-            self.takes_videos, images = True, inputs["pixel_values"][:, :1]
-            calls[VIDEOS] = {"pixel_values_videos": images.transpose(0, 1).contiguous()}
-        own = {
-            name: self.template if name == METHOD else getattr(self.owner, name)(**calls[name])
-            for name in calls
-        }
-        self.install()
-        try:
-            for name, call in calls.items():
-                self._compare(own[name], getattr(self.owner, name)(**call))
-        except (MisfitError, *UNEXPECTED):
-            if name == METHOD:
-                raise
-            self.takes_videos = False
-        finally:
-            self.remove()
+        self._hold(METHOD, self.template, inputs)
+        if (self.packs or self.form == PICTURE) and hasattr(self.owner, VIDEOS) and not self.hands_on:
+            # Frames may be pooled or merged on their way through the class's own code.
+            self.takes_videos = True
+            try:
+                frames = self._frames(inputs)
+                self._hold(VIDEOS, getattr(self.owner, VIDEOS)(**frames), frames)
+            except (InputError, MisfitError, *UNEXPECTED):
+                self.takes_videos = False
         return ids
 
     def _require_use(self, inputs: Mapping[str, Any], *, writes: bool) -> bool:
         """Return if forward of the class takes its features from the method; refuse if not and it writes."""
         ids, taken = torch.zeros(1, 2, dtype=torch.int64), inspect.signature(self.owner.forward).parameters
-        pixels = dict.fromkeys(PIXELS[:2], inputs.get("pixel_values"))
+        pixels = dict.fromkeys(PIXELS, inputs.get("pixel_values"))
         arguments = {"input_ids": ids, "attention_mask": ids + 1, **inputs, **pixels}
         is_used, problem = self._reached(
             lambda: self.owner(**{name: value for name, value in arguments.items() if name in taken})
@@ -335,6 +326,24 @@ class _Features:
             return {"pixel_values": rows.unflatten(1, (3, rule.patch, -1)), "image_grid_thw": grids, **merges}
         return {"pixel_values": rows, "image_grid_thw": grids}
 
+    def _as_video(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        names = inspect.signature(getattr(self.owner, VIDEOS)).parameters
+        return {name: values[of_images] for name in names if (of_images := _of_images(name)) in values}
+
+    def _frames(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a video of two frames."""
+        if self.packs:
+            return {"pixel_values_videos": inputs["pixel_values"][:, :1].transpose(0, 1).contiguous()}
+        pictures = {name: torch.cat([value, inputs[name]]) for name, value in self._inputs(seed=1).items()}
+        return self._as_video({**pictures, FRAMES: torch.tensor([2])})
+
+    def _hold(self, name: str, own_output: Any, call: Mapping[str, Any]) -> None:
+        self.install()
+        try:
+            self._compare(own_output, getattr(self.owner, name)(**call))
+        finally:
+            self.remove()
+
     def _compare(self, own_output: Any, engine_output: Any) -> None:
         limits, dtype = self.session.recipe.limits, str(self.owner.dtype).removeprefix("torch.")
         is_whole = {self.session.bundle.manifest.precision.name, dtype} == {"float32"}
@@ -356,8 +365,9 @@ class _Features:
         if not self.is_used:
             self._replace(self.owner, "forward", self._refuse)
         if self.packs:
-            self._replace(self.tower, "forward", self._tiles)
-            self._replace(self.projector, "forward", lambda *_, **__: self.local.rows)
+            methods = {self.tower: self._tiles, self.projector: lambda *_, **__: self.local.rows}
+            for part, method in methods.items():
+                self._replace(part, "forward", functools.partial(self._part, part.forward, method))
         for name in (METHOD, VIDEOS):
             if (own := getattr(self.owner, name, None)) and not (name == VIDEOS and self.hands_on):
                 called = functools.partial(self._call, name, own, inspect.signature(own))
@@ -373,15 +383,22 @@ class _Features:
         while self.replaced:
             delattr(*self.replaced.pop())
 
+    def _part(self, own: Callable[..., Any], method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return (own if getattr(self.local, "is_own", False) else method)(*args, **kwargs)
+
     def _call(
         self, name: str, own: Callable[..., Any], signature: inspect.Signature, *args: Any, **kwargs: Any
     ) -> Any:
-        if name == VIDEOS and not self.takes_videos:
-            raise UnsupportedError(
-                f"{self.name}: videos take another way than images, which the engine does not have. Pass "
-                "frames as images, or detach."
-            )
         bound, self.local.kind = signature.bind(*args, **kwargs).arguments, MEDIA[name]
+        self.local.is_own = name == VIDEOS and not self.takes_videos
+        if self.local.is_own and self.keeps_weights:
+            return own(*args, **kwargs)
+        if self.local.is_own:
+            raise UnsupportedError(
+                f"{self.name}: videos take another way than images, which the engine does not have. Attach "
+                "with keep_weights=True, or pass frames as images."
+            )
+        bound = {_of_images(key): value for key, value in bound.items()}
         further = bound.pop("kwargs", {})
         for key, value in {**bound, **further}.items():
             chosen = (key in bound and not self.packs) or key.startswith(
@@ -407,9 +424,10 @@ class _Features:
         if isinstance(rule := self.packing.rule, PictureRule):
             rows_ND = rule.rows("image", bound)
             entries = max(len(bound[name]) // shape[0] for name, shape in rule.sizes.items())
-            return rows_ND, [(1, 1, 1)] * len(rows_ND), [len(rows_ND) // entries] * entries
+            frames, even = bound.get(FRAMES), [len(rows_ND) // entries] * entries
+            return rows_ND, [(1, 1, 1)] * len(rows_ND), even if frames is None else frames.tolist()
         if self.form in OF_GRIDS:
-            grids = (bound.get("image_grid_thw", bound.get("video_grid_thw"))).tolist()
+            grids = bound["image_grid_thw"].tolist()
             if self.form == RASTER:
                 merge, merges = self.packing.merge, bound.get(MERGES)
                 if merges is not None and bool((merges != merge).any()):
@@ -499,6 +517,11 @@ class _Features:
         self.local.rows = rows_ND.unflatten(0, (len(images), -1))
         hidden, states = rows_ND.new_zeros(len(images), 2, 1), self.hidden.hidden_states or ()
         return type(self.hidden)(last_hidden_state=hidden, hidden_states=[hidden] * len(states))
+
+
+def _of_images(name: str) -> str:
+    """Return what an argument for videos is called where it is for images."""
+    return name.removesuffix("_videos").replace("video_", "image_")
 
 
 def _names(kind: Any, method: str) -> set[str]:
