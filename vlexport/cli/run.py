@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from vlexport.errors import RequestError
 if TYPE_CHECKING:
     from vlexport.runtime.generate import Stream
     from vlexport.runtime.outputs import Answer
-    from vlexport.runtime.request import Request
+    from vlexport.runtime.request import Generation, Request
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +32,11 @@ class Sampling:
     seed: int = option("N", "Random seed for sampling.", default=0)
     stop: list[str] = option("TEXT", "Stop string (repeatable).", default=[])
 
+    def generation(self) -> Generation:
+        from vlexport.runtime.request import Generation
+
+        return Generation(**{**asdict(self), "stop": tuple(self.stop)})
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
@@ -43,7 +49,7 @@ class Question:
     )
 
     def request(self, media: options.PrunedMedia, sampling: Sampling) -> Request:
-        from vlexport.runtime.request import Generation, Request
+        from vlexport.runtime.request import Request
 
         images, videos = media.by_kind(openable=True)
         return Request(
@@ -54,7 +60,7 @@ class Question:
             prune=media.prune,
             method=media.method,
             prune_before=media.prune_before,
-            generation=Generation(**{**asdict(sampling), "stop": tuple(sampling.stop)}),
+            generation=sampling.generation(),
         )
 
 
@@ -81,11 +87,17 @@ def run(
 
     Files are images or videos by their content; --image and --video name the kind. With --prompt, images
     stand first, then videos, then the text. Placeholders of a --raw-prompt take the files of their kind in
-    the given order.
+    the given order. Without a prompt, on a terminal, questions are typed and files dropped in by path.
     """
     if (question.prompt is None) == (question.raw_prompt is None):
+        if question.prompt is None and _is_terminal() and not (as_json or stream or overlay or trace):
+            _talk(bundle, decoding, media, sampling, prompt_layout, opening)
+            return
         words = "neither --prompt nor" if question.prompt is None else "both --prompt and"
-        raise RequestError(f"{words} --raw-prompt given; one of them is expected.")
+        raise RequestError(
+            f"{words} --raw-prompt given; one of them is expected. Without both, a terminal gets a "
+            "conversation, unless --json, --stream, --overlay or --trace is given."
+        )
     if stream and as_json:
         raise RequestError("--stream given together with --json; expected one of them. Leave one out.")
     if overlay is not None and media.is_empty:
@@ -121,6 +133,40 @@ def run(
     if not stream:
         show(answer.text)
     print_line(_account(answer))
+
+
+def _is_terminal() -> bool:
+    return sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def _talk(
+    bundle: Path,
+    decoding: options.Decoding,
+    media: options.PrunedMedia,
+    sampling: Sampling,
+    prompt_layout: str | None,
+    opening: options.Opening,
+) -> None:
+    generation, files = (
+        sampling.generation(),
+        [file for kind in media.by_kind(openable=True) for file in kind],
+    )
+    usable = opening.require_usable(bundle, begin=True)
+    from vlexport.cli.conversation import Conversation
+    from vlexport.runtime.pipeline import load
+
+    with ExitStack() as stack:
+        with phases("run") as progress:
+            progress("open", 0.0)
+            arguments = {**opening.arguments(), **decoding.arguments(usable, prompt_layout)}
+            pipeline = stack.enter_context(load(usable, **arguments))
+        given = {"fps": media.fps, "method": media.method, "prune_before": media.prune_before}
+        conversation = Conversation(
+            pipeline=pipeline, generation=generation, options=given, prune=media.prune
+        )
+        for file in files:
+            conversation.add(file)
+        conversation.hold()
 
 
 def _streamed(stream: Stream) -> Answer:
