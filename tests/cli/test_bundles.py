@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib
+import math
 import re
 import shlex
 import shutil
@@ -9,10 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from vlexport.recipes.demo.writing import write_checkpoint
 
 from benchmarks.classes import write_checkpoint as write_class
 from tests.cli.lines import vlexport
+from vlexport import load
 from vlexport.backends import backend_names, eager, find_backend
 from vlexport.bundle import Bundle, Manifest, Verdict
 from vlexport.bundle.trust import Trust
@@ -285,3 +288,32 @@ def test_a_bundle_of_every_recipe_passes_its_check_again_from_disk(name, tmp_pat
     ran = vlexport("check", bundle, "--accuracy")
     assert (ran.code, ran.lines[-1].endswith(", passed")) == (0, True), ran.err
     assert Bundle.open(bundle).verdict.status == "passed"
+
+
+def test_media_of_ones_own_have_a_row_each_at_their_size(bundle, video, tmp_path, monkeypatch):
+    page = Image.new("RGB", (130, 90), "white")
+    page.paste("black", (10, 10, 60, 20))
+    page.save(tmp_path / "page.png")
+    words = ("check", bundle, "--accuracy", tmp_path / "page.png", video, "--fps", 2)
+    ran = vlexport(*words, "--json")
+    assert ran.code == 0, ran.err
+    assert not ran.document["stored"]
+    rows = {(row["level"], row["shapes"]): row["verdict"] for row in ran.document["table"]["rows"]}
+    assert rows["L1", "own page.png"] == rows["L1", f"own {video.name}"] == "passed"
+    with load(bundle) as pipeline:
+        size = math.prod(pipeline.encode(tmp_path / "page.png").grid)
+    module = importlib.import_module("vlexport.parity.check")
+    plain = module._run
+
+    def wrong(engine, inputs):
+        outputs, problem = plain(engine, inputs)
+        factor = 1.01 if len(inputs["patches"]) == size else 1.0
+        return {name: rows * factor for name, rows in outputs.items()}, problem
+
+    monkeypatch.setattr(module, "_run", wrong)
+    ran = vlexport(*words)
+    assert (ran.code, "own page.png" in ran.err) == (3, True), ran.err
+    refused = vlexport("check", bundle, tmp_path / "page.png")
+    assert (refused.code, "files given without --accuracy" in refused.err) == (2, True)
+    refused = vlexport("check", bundle, "--accuracy", tmp_path / "absent.png")
+    assert (refused.code, "absent.png" in refused.err) == (2, True)

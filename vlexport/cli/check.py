@@ -7,7 +7,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from vlexport._build.timings import Timings, keep, recall
-from vlexport.cli.options import ADAPTER, BUNDLE, JSON, RECIPE_FILE, argument, flag, new_file, option
+from vlexport.cli.options import (
+    ADAPTER,
+    BUNDLE,
+    FPS,
+    JSON,
+    RECIPE_FILE,
+    argument,
+    flag,
+    media_files,
+    new_file,
+    option,
+)
 from vlexport.cli.output import data_is_out, is_verbose, print_line, show, show_json, show_report, show_table
 from vlexport.cli.progress import Overall, phases
 from vlexport.codec import encode
@@ -21,6 +32,10 @@ if TYPE_CHECKING:
 
 def check(
     bundle: Path = BUNDLE,
+    files: list[Path] = argument(
+        "[FILE]...", "With --accuracy: images and videos of your own, a row for each.", default=None
+    ),
+    fps: float | None = FPS,
     run: bool = flag("--run", "Run the engine on calls that are stored with the reference's rows."),
     accuracy: bool = flag("--accuracy", "Repeat the accuracy check against the reference."),
     checkpoint: str | None = option(
@@ -38,12 +53,15 @@ def check(
 
     The engine is loaded with --run, which needs no checkpoint, and with --accuracy. With a newer library
     that passes, the bundle opens from then on. The verdict of --accuracy is stored if the reference has the
-    weights that the bundle was built from; with --task it is not, since answers to questions of one's own
-    are a part of it.
+    weights that the bundle was built from; with --task or files it is not, as they are a part of it.
     """
-    reference = {"checkpoint": checkpoint, "lora": lora, "layers": layers or None, "task": task}
-    if extra := [f"--{name}" for name, value in reference.items() if value is not None and not accuracy]:
-        raise RequestError(f"{', '.join(extra)} given without --accuracy, which compares with it. Add it.")
+    media = media_files(files or [], openable=True)
+    given = {"checkpoint": checkpoint, "lora": lora, "layers": layers or None, "task": task, "fps": fps}
+    extra = [f"--{name}" for name, value in given.items() if value is not None]
+    if (extra or media) and not accuracy:
+        words = ", ".join([*extra, *(["files"] if media else [])])
+        raise RequestError(f"{words} given without --accuracy, which compares with them. Add it.")
+    reference = {**given, "media": media}
     facts: dict[str, object] = {"bundle": str(bundle)}
     if run or not accuracy:
         facts |= _check_files(bundle, recipe, run=run, as_json=as_json)
@@ -105,22 +123,21 @@ def _check_accuracy(
     from vlexport.runtime.opening import checkpoint_of
 
     opened = Bundle.open(bundle, verify="lazy")
-    source = checkpoint_of(opened, reference["checkpoint"], reference["lora"])
+    against = reference["checkpoint"]
+    source = checkpoint_of(opened, against, reference["lora"])
     from vlexport.evaluate.answers import check as compared
 
     kind = ("parity", opened.manifest.target.backend, opened.manifest.precision.dtype)
-    overall, task = Overall(recall(*kind)), reference["task"]
+    overall = Overall(recall(*kind))
+    settings = {name: reference[name] for name in ("task", "lora", "media", "fps")}
+    settings |= {"layers": bool(reference["layers"]), "recipe": recipe}
     with phases("check", overall) as progress:
         progress("check", 0.0)
-        settings = {
-            "layers": bool(reference["layers"]),
-            "task": task,
-            "recipe": recipe,
-            "lora": reference["lora"],
-        }
-        report = compared(opened, source if reference["checkpoint"] else None, progress=progress, **settings)
+        report = compared(opened, source if against else None, progress=progress, **settings)
         progress("store", 0.0)
-        reason = "answers to a task are a part of it" if task else _store(opened, report, source, recipe)
+        own = [name for name in ("task", "media") if reference[name]]
+        reason = f"{' and '.join(own)} of your own are a part of it" if own else ""
+        reason = reason or _store(opened, report, source, recipe)
     keep(Timings(phases=overall.finish()), *kind)
     result = {"status": report.status, "stored": not reason, "reason": reason}
     return report, {**result, "identity": opened.manifest.identity(), "table": report.to_json()}

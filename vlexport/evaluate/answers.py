@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,10 +23,12 @@ from vlexport.checkpoint import Checkpoint
 from vlexport.errors import UnsupportedError
 from vlexport.evaluate.tasks import Question, questions_of
 from vlexport.evaluate.teacher_forcing import ForcedAnswer, force
+from vlexport.media import MediaLimits, kind_of
 from vlexport.parity import check as parity
 from vlexport.parity.noise import in_dtype, quantized_reference, steady_arithmetic
 from vlexport.parity.pixels import reference_of
 from vlexport.parity.report import ParityReport, Row
+from vlexport.parity.samples import Sample
 from vlexport.runtime.decoder import DecoderOptions, language_of, no_language
 from vlexport.runtime.generate import AnswerGenerator
 from vlexport.runtime.opening import recipe_of
@@ -33,6 +36,9 @@ from vlexport.runtime.outputs import Encoded
 from vlexport.runtime.pipeline import Pipeline
 from vlexport.runtime.request import EncoderInput, Generation, Request, RequestState
 from vlexport.specs import MediaItem
+
+if TYPE_CHECKING:
+    from vlexport.runtime.pipeline import Sources
 
 MIN_POSITIONS = 200
 MAX_NEW_TOKENS = 32
@@ -82,6 +88,8 @@ def check(  # noqa: PLR0913  options of a check
     *,
     layers: bool = False,
     task: str | Path | None = None,
+    media: Sources = (),
+    fps: float | None = None,
     decoder: str | Path | Checkpoint | None = None,
     recipe: str | None = None,
     lora: str | Path | None = None,
@@ -89,17 +97,23 @@ def check(  # noqa: PLR0913  options of a check
 ) -> ParityReport:
     """Check a stored bundle again, by default against the checkpoint it was built from.
 
+    media    images and videos of one's own, compared at their own sizes, a row for each
+    fps      rate of frames that have none, or at which video files are sampled
     task     file of questions with answers (`vlexport.evaluate.tasks`), answered with both sides' embeddings
     decoder  the checkpoint whose decoder answers, if not the reference's own
     recipe   the file of the private recipe that built the bundle, if one did
     lora     where the adapter of the build is, if it has moved
     """
     check_parity = partial(parity.check, layers=layers, recipe=recipe, lora=lora, progress=progress)
-    if task is None:
-        return check_parity(bundle, against)
-    questions = questions_of(task)
     opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle, verify="lazy")
     built_by = recipe_of(opened, recipe)
+    if media:
+        check_parity = partial(
+            check_parity, own=lambda engine: samples_of(Pipeline(opened, engine, built_by), media, fps)
+        )
+    if task is None:
+        return check_parity(opened, against)
+    questions = questions_of(task)
     if built_by.language is None:
         raise UnsupportedError(no_language(built_by))
 
@@ -108,6 +122,18 @@ def check(  # noqa: PLR0913  options of a check
         return answer_rows(Pipeline(opened, engine, built_by, language), subject, questions, progress)
 
     return check_parity(opened, against, answers=answers)
+
+
+def samples_of(pipeline: Pipeline, media: Sources, fps: float | None) -> list[Sample]:
+    """Return a call for each image or video, named after its file, as the pipeline preprocesses it."""
+    whole, limits, calls = pipeline.pruner.plan(), MediaLimits(), list[Sample]()
+    for number, source in enumerate(media):
+        item = pipeline.media.read(kind_of(source), source, fps, limits, whole).item
+        name = Path(source).name if isinstance(source, str | Path) else f"item {number}"
+        if any(call.name == f"own {name}" for call in calls):
+            name = f"{name} ({number})"
+        calls.append(Sample(name=f"own {name}", items=(item,)))
+    return calls
 
 
 def answer_rows(

@@ -82,6 +82,7 @@ def check(  # noqa: PLR0913  options of a check
     *,
     layers: bool = False,
     answers: Callable[[Engine, BuildSpec], Sequence[Row]] | None = None,
+    own: Callable[[Engine], Sequence[Sample]] = lambda _: (),
     recipe: str | None = None,
     lora: str | Path | None = None,
     progress: Progress = log_progress,
@@ -89,6 +90,7 @@ def check(  # noqa: PLR0913  options of a check
     """Check a stored bundle again, by default against the checkpoint it was built from.
 
     answers  gives the rows of L4, of the open engine; it is not called where another level failed
+    own      gives calls of the user's own, which are compared as the drawn ones are
     recipe   the file of the private recipe that built the bundle, if one did
     lora     where the adapter of the build is, if it has moved
     """
@@ -123,7 +125,14 @@ def check(  # noqa: PLR0913  options of a check
         graphs = opened_graphs(manifest.graphs, bundle, manifest.outputs[0].dtype)
         portable = portable_of(subject.backend, bundle, manifest.graphs.selector, manifest.graphs.cells)
         report = run_checks(
-            engine, subject, first=first, inside=inside, graphs=graphs, portable=portable, progress=progress
+            engine,
+            subject,
+            first=first,
+            inside=inside,
+            graphs=graphs,
+            portable=portable,
+            own=own(engine),
+            progress=progress,
         )
         profile, inputs = engine.spec.profile, engine.inputs
         if answers is not None:
@@ -142,6 +151,7 @@ def run_checks(  # noqa: PLR0913  what a check may be given besides the two side
     inside: Inside | None = None,
     graphs: TokenGraphs | None = None,
     portable: Portable | None = None,
+    own: Sequence[Sample] = (),
     progress: Progress = log_progress,
     stop: bool = True,
     then: Callable[[Checker], None] | None = None,
@@ -159,7 +169,7 @@ def run_checks(  # noqa: PLR0913  what a check may be given besides the two side
         if portable is not None:
             rows += portable_rows(portable, graphs.selection.selector, subject.recipe, subject.config)
     required = ("L0", "L1", "L3") if subject.is_exact else LEVELS
-    climb = Checker(engine, subject, progress, inside, portable)
+    climb = Checker(engine, subject, progress, inside, portable, own)
     climb.proves = then is not None
     steps = (climb.integers, climb.structure, climb.dtype, climb.health)
     for level, step in zip(LEVELS, steps, strict=True):
@@ -246,13 +256,14 @@ def check_offline(
 class Checker:
     """The levels of one check; outputs of reference and engine are computed once and kept."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  what `run_checks` is given
         self,
         engine: Engine,
         subject: BuildSpec,
         progress: Progress = log_progress,
         inside: Inside | None = None,
         portable: Portable | None = None,
+        own: Sequence[Sample] = (),
     ) -> None:
         self.proves, self.is_by_item = False, False
         self.engine, self.subject, self.inside, self.portable = engine, subject, inside, portable
@@ -265,7 +276,9 @@ class Checker:
             max_patches=MAX_PATCHES_HEAVY if subject.heavy else MAX_PATCHES,
         )
         drawn = list(samples(subject.recipe, subject.config, self.rules))
-        self.samples = [sample for sample in drawn if isinstance(sample, Sample)]
+        # What shapes should show is asked of the drawn ones alone.
+        self.drawn = [sample for sample in drawn if isinstance(sample, Sample)]
+        self.samples = [*self.drawn, *own]
         self.skipped = [row for row in drawn if isinstance(row, Row)]
         self.exact = ExactBlocks(subject.in_float32(), self.samples)
         self.truths: ReferenceOutputs | None = None
@@ -286,7 +299,7 @@ class Checker:
         yield from inputs_exact.call_rows(subject, self.samples, self.rules)
         if self.portable is not None:
             yield inputs_exact.portable_row(self.portable, subject, self.samples)
-        yield sample_row(self.samples, subject.packing.levels)
+        yield sample_row(self.drawn, subject.packing.levels)
         if subject.dtype != "float32":
             yield from inputs_exact.overflow_rows(subject, self.samples)
         if self.inside is not None:
