@@ -20,6 +20,9 @@ VlexportError                    1    any other error
 Messages contain what was given, what was expected and what to do next.
 """
 
+import difflib
+from collections.abc import Iterable
+
 # Errors of Python and torch about unexpected values. MemoryError is not among them: it concerns the machine.
 UNEXPECTED = (
     TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError, RuntimeError,
@@ -111,3 +114,9 @@ class LockedError(VlexportError):
     """An entry of the store that another build holds."""
 
     exit_code = 8
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return ` Did you mean 'x'?` where a known name resembles this one."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean '{close[0]}'?" if close else ""

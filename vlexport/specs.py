@@ -105,12 +105,24 @@ PIXELS, BYTES = "float32", "uint8"
 DTYPES = ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
 # What users write for short.
 SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+SHORT_BACKENDS = {
+    "aoti": "inductor", "ort": "onnxruntime", "ov": "openvino", "trt": "tensorrt", "rtx": "tensorrt_rtx",
+}  # fmt: skip
+# Of an engine and of its input.
+ENGINE_DTYPES, INPUT_DTYPES = ("float32", "bfloat16", "float16"), ("float32", "uint8")
+DEVICES = ("cpu", "cuda")
+PROFILES = ("any", "thumbnail", "image", "video")
 
 
 def dtype_name(dtype: object) -> str:
     """Return torch's name of a dtype that is given as `fp16`, `float16` or `torch.float16`."""
     name = str(dtype).removeprefix("torch.")
     return SHORT_DTYPES.get(name, name)
+
+
+def backend_name(name: str) -> str:
+    """Return the name of a backend that is given as `ort` or `tensorrt-rtx`; a file is its own name."""
+    return name if name.endswith(".py") else SHORT_BACKENDS.get(name, name.replace("-", "_"))
 
 
 @dataclass(frozen=True, slots=True)

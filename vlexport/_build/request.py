@@ -11,7 +11,7 @@ from vlexport._build.spec import BuildSpec
 from vlexport.backends import BuildLimits, Progress, find_backend, log_progress, require
 from vlexport.checkpoint import Adapter, Checkpoint
 from vlexport.codec import checked
-from vlexport.errors import RequestError, UnsupportedError
+from vlexport.errors import RequestError, UnsupportedError, nearest
 from vlexport.pruning.cells import RULES
 from vlexport.recipe import Recipe, recipe_for
 from vlexport.specs import PIXELS, MediaBounds, Precision, ShapeProfile, union
@@ -118,6 +118,7 @@ def _profiles(recipe: Recipe[Any], config: Any, name: str | MediaBounds | None) 
     for part in names:
         if part not in profiles:
             raise UnsupportedError(
-                f"recipe '{recipe.name}' has no profile '{part}'. It has: {', '.join(sorted(profiles))}."
+                f"recipe '{recipe.name}' has no profile '{part}'.{nearest(part, profiles)} It has: "
+                f"{', '.join(sorted(profiles))}."
             )
     return [profiles[part] for part in names]

@@ -8,9 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from vlexport import specs
 from vlexport._build.timings import Timings, keep, recall
 from vlexport.cli.config import read_config, write_options
-from vlexport.cli.options import BACKEND, BUNDLES_DIR, JSON, argument, dtype_name, grouped, option
+from vlexport.cli.options import (
+    BACKEND,
+    BUNDLES_DIR,
+    JSON,
+    argument,
+    dtype_name,
+    grouped,
+    option,
+    pruning_methods,
+    recipes,
+)
 from vlexport.cli.output import data_is_out, is_verbose, print_line, show, show_json, show_report, show_table
 from vlexport.cli.progress import Overall, duration, phases
 from vlexport.errors import RequestError
@@ -28,26 +39,40 @@ class BuildOptions:
 
     checkpoint: str = argument("CHECKPOINT", "Local directory, or org/name[@revision] on the Hub.")
     lora: Path | None = option("DIR", "PEFT LoRA adapter to fold into the weights (default: none).")
-    recipe: str | None = option("RECIPE", "Recipe name, or file of a private one (default: by model type).")
+    recipe: str | None = option(
+        "RECIPE", "Recipe name, or file of a private one (default: by model type).", values=recipes
+    )
     backend: str = BACKEND
     dtype: str = option(
-        "DTYPE", "float32, bfloat16 or float16 (fp32, bf16, fp16).", default="float32", callback=dtype_name
+        "DTYPE",
+        "float32, bfloat16 or float16 (fp32, bf16, fp16).",
+        default="float32",
+        callback=dtype_name,
+        values=specs.ENGINE_DTYPES,
     )
     input_dtype: str = option(
-        "DTYPE", "Patches: float32, or uint8 that the engine normalizes.", "--input", default="float32"
+        "DTYPE",
+        "Patches: float32, or uint8 that the engine normalizes.",
+        "--input",
+        default="float32",
+        values=specs.INPUT_DTYPES,
     )
-    quantize: str | None = option("SCHEME", "Quantize the weights of the blocks: int8.")
+    quantize: str | None = option("SCHEME", "Quantize the weights of the blocks: int8.", values=("int8",))
     profile: str | None = option(
         "PROFILE",
         "Shape profile: any, thumbnail, image or video; several as image,video (default: the recipe's).",
+        values=specs.PROFILES,
     )
     selector: str | None = option(
         "METHOD",
         "Video token pruning method: evs, evs-snap or vidcom2 (default: the recipe's); with rules of "
         "--prune-before to compile, as evs,static,predicted.",
+        values=pruning_methods,
     )
     targets: str | None = option("GPUS", "Compute capabilities to build for, e.g. sm89,sm120 (tensorrt_rtx).")
-    device: str | None = option("DEVICE", "Device of the engine: cpu or cuda (onnxruntime; default: cpu).")
+    device: str | None = option(
+        "DEVICE", "Device of the engine: cpu or cuda (onnxruntime; default: cpu).", values=specs.DEVICES
+    )
     min_pixels: int | None = option("N", "Minimum pixels of an image or frame (default: 1).")
     max_pixels: int | None = option("N", "Maximum pixels of an image or frame (default: 2048x2048).")
     max_images: int | None = option("N", "Maximum images per call (default: 4).")

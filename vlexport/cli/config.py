@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from vlexport.errors import RequestError
+from vlexport.errors import RequestError, nearest
 from vlexport.system import replacing, shortage
 
 # What is about one run, not about what is built.
@@ -59,7 +59,9 @@ def _defaults(context: typer.Context, path: Path) -> dict[str, object]:
     keys = _keys(context)
     for key, value in stored.items():
         if key not in keys:
-            raise RequestError(f"--config {path}: no option '{key}'. Known: {', '.join(sorted(keys))}.")
+            raise RequestError(
+                f"--config {path}: no option '{key}'.{nearest(key, keys)} Known: {', '.join(sorted(keys))}."
+            )
         if isinstance(value, dict | list):
             raise RequestError(f"--config {path}: '{key}' is {value!r}; a text or a number expected.")
     return {keys[key]: value for key, value in stored.items()}

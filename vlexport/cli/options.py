@@ -26,11 +26,47 @@ if TYPE_CHECKING:
     from vlexport.runtime.prune import Pruner
 
 File = Path | bytes
+Values = Sequence[str] | Callable[[], Iterable[str]]
 
 
-def option(metavar: str, text: str, *names: str, default: Any = None, **settings: Any) -> Any:
-    """Return an option with a value; it is named after its parameter unless names are given."""
-    return typer.Option(default, *names, metavar=metavar, help=text, **settings)
+def option(
+    metavar: str, text: str, *names: str, default: Any = None, values: Values = (), **settings: Any
+) -> Any:
+    """Return an option with a value; it is named after its parameter unless names are given.
+
+    values  what a shell offers for it, or what gives them when it asks
+    """
+
+    def complete(incomplete: str) -> list[str]:
+        known = values() if callable(values) else values
+        return [name for name in known if name.startswith(incomplete)]
+
+    offered = None if values == () else complete
+    return typer.Option(default, *names, metavar=metavar, help=text, autocompletion=offered, **settings)
+
+
+def backends() -> Iterable[str]:
+    from vlexport.backends import backend_names
+
+    return backend_names()
+
+
+def recipes() -> Iterable[str]:
+    from vlexport.recipe import list_recipes
+
+    return [card.name for card in list_recipes()]
+
+
+def pruning_methods() -> Iterable[str]:
+    from vlexport.pruning.methods import METHODS
+
+    return METHODS
+
+
+def cell_rules() -> Iterable[str]:
+    from vlexport.pruning.cells import RULES
+
+    return RULES
 
 
 def argument(metavar: str, text: str, **settings: Any) -> Any:
@@ -87,7 +123,13 @@ def dtype_name(name: str | None) -> str | None:
 
 
 BUNDLE = argument("BUNDLE", "Bundle directory.", exists=True, file_okay=False)
-BACKEND = option("NAME", "Inference backend (see `vlexport doctor`).", default="onnxruntime")
+BACKEND = option(
+    "NAME",
+    "Backend, or file of a private one (see `vlexport doctor`).",
+    default="onnxruntime",
+    values=backends,
+    callback=specs.backend_name,
+)
 RECIPE_FILE = option("FILE", "Private recipe that built the bundle.", "--recipe")
 ADAPTER = option("DIR", "Adapter of the build (default: where the build found it).", "--lora")
 VIDEOS = option("FILE", "Video or .npy frames, folder, quoted glob or - for stdin (repeatable).", default=[])
@@ -139,7 +181,9 @@ class Decoding:
     checkpoint: str | None = option(
         "CHECKPOINT", "Checkpoint of the decoder (default: the one that the bundle was built from)."
     )
-    dtype: str | None = option("DTYPE", "Decoder dtype (default: as stored).", callback=dtype_name)
+    dtype: str | None = option(
+        "DTYPE", "Decoder dtype (default: as stored).", callback=dtype_name, values=specs.ENGINE_DTYPES
+    )
     device: str = option("DEVICE", "Decoder device, e.g. cpu, cuda, cuda:1.", default="cpu")
 
     def arguments(self, bundle: Bundle, prompt_layout: str | None = None) -> dict[str, Any]:
@@ -168,10 +212,14 @@ class PrunedMedia(Media):
     files: list[Path] = argument("[FILE]...", "Images and videos, folders or - for stdin.", default=None)
     prune: float | None = option("RATE", "Fraction of tokens to drop after the tower, 0 <= RATE < 1.")
     method: str | None = option(
-        "METHOD", "By what --prune drops: evs, static, divprune (images too), ... (default: as the bundle)."
+        "METHOD",
+        "By what --prune drops: evs, static, divprune (images too), ... (default: as the bundle).",
+        values=pruning_methods,
     )
     prune_before: str | None = option(
-        "METHOD", "Drop cells before the tower: predicted, contrast:RATE (images), static:RATE (videos), ..."
+        "METHOD",
+        "Drop cells before the tower: predicted, contrast:RATE (images), static:RATE (videos), ...",
+        values=cell_rules,
     )
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vlexport.errors import UnsupportedError
+from vlexport.errors import UnsupportedError, nearest
 from vlexport.pruning.divprune import DivPruneSelector
 from vlexport.pruning.evs import EvsSelector
 from vlexport.pruning.selectors import Selector
@@ -24,5 +24,7 @@ REQUESTED: dict[str, Selector] = {
 def find_method(name: str) -> Selector:
     """Return the selector of this name."""
     if name not in METHODS:
-        raise UnsupportedError(f"no pruning method '{name}'. There are: {', '.join(sorted(METHODS))}.")
+        raise UnsupportedError(
+            f"no pruning method '{name}'.{nearest(name, METHODS)} There are: {', '.join(sorted(METHODS))}."
+        )
     return METHODS[name]

@@ -12,7 +12,7 @@ from torch import Tensor
 from vlexport._build.token_graphs import TokenGraphs
 from vlexport.bundle import Bundle
 from vlexport.codec import check_fields
-from vlexport.errors import InputError, UnsupportedError
+from vlexport.errors import InputError, UnsupportedError, nearest
 from vlexport.positions.rules import check_rate, merged_sides
 from vlexport.pruning.cells import RULES, CellChoice, Pruning
 from vlexport.pruning.divprune import DivPruneSelector
@@ -82,7 +82,7 @@ class Pruner:
         rate, before = self.check(prune), None if prune_before is None else CellChoice.of(prune_before)
         known = [*REQUESTED, *(name for name, rule in RULES.items() if rule.is_rated)]
         if method is not None and method not in known:
-            instead = f" '{method}' is for prune_before." if method in RULES else ""
+            instead = f" '{method}' is for prune_before." if method in RULES else nearest(method, known)
             raise InputError(f"method: '{method}' given, one of {', '.join(known)} expected.{instead}")
         if method is not None and not rate:
             raise InputError(f"method '{method}' given without prune; a rate is expected with it.")
