@@ -12,6 +12,7 @@ import pytest
 from vlexport.recipes.demo.writing import write_checkpoint
 
 from tests.cli.lines import vlexport
+from vlexport.bundle import Bundle
 from vlexport.errors import RequestError
 from vlexport.recipe import find_recipe, list_recipes, recipe_folder
 from vlexport.testing import check_recipe
@@ -78,7 +79,13 @@ def test_a_copy_of_a_shipped_recipe_builds_and_its_bundle_runs_with_that_file(pr
     assert (ran.code, "verdict stored" in ran.err) == (0, True), ran.err
 
 
-def test_without_its_file_the_shipped_recipe_of_that_name_is_refused_by_digest(private, built):
+def test_without_its_file_the_shipped_recipe_of_that_name_is_refused_by_digest(
+    private, built, tmp_path, monkeypatch
+):
+    digest = Bundle.inspect(built).digest
+    # As of somebody else, who approves the bundle alone.
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    assert vlexport("trust", built, digest).code == 0
     for words in ((), ("--accuracy",)):
         ran = vlexport("check", built, *words)
         assert ran.code == 4, words

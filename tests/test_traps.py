@@ -141,6 +141,8 @@ def commands(clip: Path) -> dict[str, list[str]]:
         "bundles ls": ["--check"],
         "bundles tag": [engines, "mine"],
         "bundles rm": ["mine"],
+        "new recipe": [checkpoint, "--output", "my_recipe.py"],
+        "new backend": ["my_backend"],
         "cache ls": [],
         "cache prune": ["--dry-run"],
     }

@@ -7,26 +7,30 @@ so that listing recipes reads the files without running them (and without loadin
 from __future__ import annotations
 
 import ast
-import hashlib
 import importlib
-import importlib.abc
 import importlib.util
-import os
-import sys
-import threading
-import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, Self, TypeVar, get_args, runtime_checkable
 
-from vlexport._build.sources import MATHEMATICS, digest_with_imports
+from vlexport._build.private import installed, run_file
+from vlexport._build.sources import MATHEMATICS, digest_with_imports, recipe_digest
 from vlexport.checkpoint.error_context import reads_checkpoint
 from vlexport.checkpoint.names import ModuleMapping, module_mapping
 from vlexport.codec import decode, load_strict
-from vlexport.errors import InputError, RequestError, UnknownModelError, UnsupportedError
-from vlexport.specs import BYTES, PIXELS, Dim, MediaItem, Pixels, RuleKind, ShapeProfile, check_choice
+from vlexport.errors import InputError, RequestError, UnknownModelError, UnsupportedError, nearest
+from vlexport.specs import (
+    BYTES,
+    PIXELS,
+    Dim,
+    MediaItem,
+    Pixels,
+    RuleKind,
+    ShapeProfile,
+    check_choice,
+)
 from vlexport.system import shortage
 
 if TYPE_CHECKING:
@@ -80,7 +84,6 @@ C = TypeVar("C", bound=Config)
 HEAD = "lm_head.weight"
 Grid = tuple[int, int, int]
 Shapes = Mapping[str, tuple[int, ...]]
-_LOADING = threading.RLock()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,6 +194,7 @@ class Recipe(Generic[C]):
     pruning_rule   which pruning applies; None where tokens have no place that neighbouring frames share
     pictures       the processor of pictures with which transformers' whole model answers, without `language`
     serves         whether a model type that no recipe names is served
+    file           where a private recipe lies that was given by its path
     """
 
     name: str
@@ -209,6 +213,7 @@ class Recipe(Generic[C]):
     pictures: Callable[[C], Processor] | None = None
     serves: Callable[[str], bool] = lambda _: False
     digest: str = ""
+    file: Path | None = None
 
     def __post_init__(self) -> None:
         check_choice(f"recipe '{self.name}': position_rule", self.position_rule, get_args(RuleKind))
@@ -375,8 +380,8 @@ def recipe_folder() -> Path:
 
 
 def list_recipes() -> list[RecipeCard]:
-    """Return the cards of all shipped recipes, by name."""
-    return [read_card(path) for path in _shipped_files()]
+    """Return the cards of all shipped recipes, by name, then those of entry points."""
+    return [*map(read_card, _shipped_files()), *installed("recipe", read_card)]
 
 
 def tried_classes() -> Mapping[str, Any]:
@@ -418,16 +423,19 @@ def _card_of_call(call: ast.Call, path: Path) -> RecipeCard:
 
 
 def find_recipe(name_or_path: str) -> Recipe[Any]:
-    """Return a shipped recipe by name, or a private one by the path of its file."""
+    """Return a shipped or installed recipe by name, or a private one by the path of its file."""
     if name_or_path.endswith(".py"):
-        return _load(read_card(Path(name_or_path)))
-    shipped = {path.stem: path for path in _shipped_files()}
-    if name_or_path not in shipped:
+        return _load(read_card(Path(name_or_path)), is_given=True)
+    for path in _shipped_files():
+        if path.stem == name_or_path:
+            return _load(read_card(path))
+    cards = {card.name: card for card in list_recipes()}
+    if name_or_path not in cards:
         raise RequestError(
-            f"no recipe '{name_or_path}'. Known: {', '.join(sorted(shipped))}. "
+            f"no recipe '{name_or_path}'.{nearest(name_or_path, cards)} Known: {', '.join(sorted(cards))}. "
             "A private recipe is given by the path of its file (*.py)."
         )
-    return _load(read_card(shipped[name_or_path]))
+    return _load(cards[name_or_path])
 
 
 def recipe_for(checkpoint: Checkpoint, name_or_path: str | None = None) -> Recipe[Any]:
@@ -469,55 +477,18 @@ def _no_recipe(checkpoint: Checkpoint) -> str:
     )
 
 
-def _load(card: RecipeCard) -> Recipe[Any]:
+def _load(card: RecipeCard, *, is_given: bool = False) -> Recipe[Any]:
     source = card.path.read_bytes()
     recipe = _module(card.path, source).RECIPE
     if not isinstance(recipe, Recipe):
         raise RequestError(f"recipe {card.path}: RECIPE is a {type(recipe).__name__}, a Recipe is expected.")
-    return replace(recipe, digest=digest_with_imports(source, MATHEMATICS))
+    digest = digest_with_imports(source, MATHEMATICS)
+    is_private = is_given and recipe_digest(card.name) != digest
+    return replace(recipe, digest=digest, file=card.path.resolve() if is_private else None)
 
 
 def _module(path: Path, source: bytes) -> ModuleType:
     """Return the module of a recipe; a private one runs once for each content of each file."""
     if path.parent.resolve() == recipe_folder().resolve():
         return importlib.import_module(f"vlexport.recipes.{path.stem}")
-    identity = hashlib.sha256(os.fsencode(path.resolve()) + b"\0" + source).hexdigest()
-    name = f"_vlexport_private_recipe_{identity}"
-    with _LOADING:
-        return sys.modules.get(name) or _run(name, path, source)
-
-
-def _run(name: str, path: Path, source: bytes) -> ModuleType:
-    """Run a private recipe as the module `name`; the module is gone again where that fails."""
-    spec = importlib.util.spec_from_file_location(name, path, loader=_AsRead(path, source))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up there while it runs.
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException as error:
-        del sys.modules[name]
-        if not isinstance(error, Exception):
-            raise
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if frame.filename == str(path)]
-        raise RequestError(
-            f"recipe {path}, line {lines[-1] if lines else '?'}: {type(error).__name__}: {error}. The file "
-            "runs as a program and failed; mend it there. recipes/README.md lists what a recipe may import."
-        ) from error
-    return module
-
-
-class _AsRead(importlib.abc.InspectLoader):
-    """A loader of the bytes that the digest was made of; bytecode on disk may be that of an older content."""
-
-    def __init__(self, path: Path, source: bytes) -> None:
-        self.path, self.source = path, source
-
-    def get_source(self, fullname: str) -> str:
-        return importlib.util.decode_source(self.source)
-
-    def get_code(self, fullname: str) -> CodeType:
-        return self.source_to_code(self.source, str(self.path))
+    return run_file("recipe", path, source, "recipes/README.md")

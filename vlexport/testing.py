@@ -1,37 +1,53 @@
-"""Checks for authors of recipes: what a recipe reads, prepares, declares and computes, on one checkpoint.
+"""Checks for authors of recipes and backends, on one checkpoint.
 
-from vlexport.testing import check_recipe
+from vlexport.testing import check_backend, check_recipe
 
 report = check_recipe("mine.py", "path/to/a/tiny/checkpoint")
+assert report.passed, report.table()
+report = check_backend("my_backend.py", "path/to/a/tiny/checkpoint")
 assert report.passed, report.table()
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+import importlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
-from vlexport._build.export import example_inputs, specs_of
+from vlexport._build.export import example_inputs, specs_of, trace
+from vlexport._build.request import request
 from vlexport._build.spec import BuildSpec
-from vlexport.backends import Engine, EngineSpec, FunctionRunner
+from vlexport.backends import (
+    Backend,
+    Engine,
+    EngineSpec,
+    Folder,
+    FunctionRunner,
+    Options,
+    find_backend,
+    inside_of,
+    runs_here,
+)
 from vlexport.checkpoint import Checkpoint
-from vlexport.codec import encode
+from vlexport.codec import canonical, encode, parse
+from vlexport.errors import BundleError
 from vlexport.parity.check import Checker, run_checks
 from vlexport.parity.inputs_exact import guarded
 from vlexport.parity.report import ParityReport, Row, exact_row
 from vlexport.parity.samples import SampleRules, symbol_values
 from vlexport.parity.tables import Faults
 from vlexport.recipe import Recipe, find_recipe
-from vlexport.specs import Precision, check_within
+from vlexport.specs import Precision, ShapeProfile, check_within
 from vlexport.vision.attention.layout import LAYOUTS
 
 ORIGIN = "what docs/recipes.md requires of a recipe"
+ORIGIN_OF_BACKENDS = "what docs/backends.md requires of a backend"
 
 
 def check_recipe(recipe: Recipe[Any] | str | Path, checkpoint: Checkpoint | str | Path) -> ParityReport:
@@ -74,6 +90,69 @@ def check_recipe(recipe: Recipe[Any] | str | Path, checkpoint: Checkpoint | str 
     return ParityReport(rows=tuple(rows))
 
 
+def check_backend(backend: str | Path, checkpoint: Checkpoint | str | Path | None = None) -> ParityReport:
+    """Return the report of a backend, by name or file, on one checkpoint, by default the demo's.
+
+    Its target is read back, files that mean nothing are refused, and an engine that it builds and opens is
+    held to the recipe's reference, in every precision that this machine runs.
+    """
+    chosen = find_backend(str(backend))
+    target = chosen.target()
+    same = type(target).parse(target.tag) == target
+    faults = {"target": "" if same else f"{target.tag} is read back as another", **_refusal(chosen)}
+    rows = [exact_row(*fault, ORIGIN_OF_BACKENDS) for fault in _listed(faults)]
+    with TemporaryDirectory() as folder:
+        source = checkpoint or _demo_checkpoint(Path(folder, "checkpoint"))
+        for capability in chosen.capabilities:
+            if runs_here(chosen, capability.precision):
+                into, scheme = Path(folder, capability.spelled), capability.quantisation
+                into.mkdir()
+                quantize = scheme.name if scheme else None
+                subject = request(source, backend=chosen.name, dtype=capability.dtype, quantize=quantize)
+                built = _engine_rows(chosen, subject, into)
+                rows += [replace(row, check=f"{capability.spelled}: {row.check}") for row in built]
+    return ParityReport(rows=tuple(rows))
+
+
+def _refusal(backend: Backend) -> Faults:
+    spec = EngineSpec(inputs=(), outputs=(), profile=ShapeProfile("any", {}))
+    fault = "files that mean nothing are opened"
+    try:
+        backend.open(_Meaningless(), spec, Options()).close()
+    except BundleError:
+        fault = ""
+    except Exception as error:  # noqa: BLE001  a library's own error is the fault
+        fault = f"{type(error).__name__} raised, BundleError expected: load within `refused_by`"
+    return {"damaged files": fault}
+
+
+class _Meaningless:
+    """Files that are intact by their hashes and mean nothing."""
+
+    def read(self, name: str) -> bytes:
+        return b"[1, {}]"
+
+    def map(self, name: str) -> memoryview:
+        return memoryview(self.read(name))
+
+
+def _engine_rows(backend: Backend, subject: BuildSpec, folder: Path) -> Sequence[Row]:
+    graph, files = trace(subject), Folder(folder)
+    backend.build(graph, subject.options, folder)
+    spec = EngineSpec(inputs=graph.inputs, outputs=graph.outputs, profile=graph.profile)
+    with Engine(backend.open(files, spec, subject.options), spec) as engine:
+        return run_checks(engine, subject, inside=inside_of(backend, files), stop=False).rows
+
+
+def _demo_checkpoint(folder: Path) -> Path:
+    from vlexport.recipes import demo
+    from vlexport.recipes.demo.writing import write_checkpoint
+
+    contents = importlib.import_module(f"{demo.__name__}.{demo.DEFAULT_RECIPE}").contents()
+    path: Path = write_checkpoint(folder, contents, seed=0)
+    return path
+
+
 def _listed(faults: Faults) -> Iterator[tuple[str, list[str]]]:
     for name, fault in faults.items():
         yield name, [fault] if fault else []
@@ -86,7 +165,9 @@ def _model_type(recipe: Recipe[Any], checkpoint: Checkpoint) -> Faults:
 
 def _config(recipe: Recipe[Any], checkpoint: Checkpoint) -> Faults:
     config = recipe.read_config(checkpoint)
-    same = recipe.parse_config(json.loads(json.dumps(encode(config)))) == config
+    # Settings that are kept as they came have tuples where those of files have lists.
+    written = canonical(encode(config))
+    same = canonical(encode(recipe.parse_config(parse(written)))) == written
     return {"config": "" if same else "what was written is read back as another config"}
 
 

@@ -1,17 +1,19 @@
 """Names of options, short forms, dtypes, and the generated page of the command line."""
 
 import json
+import os
 import re
+import subprocess
 import tomllib
 from typing import Any
 
 import pytest
 from typer.main import get_command
 
-from tests.cli.lines import vlexport
+from tests.cli.lines import SCRIPT, vlexport
 from tests.repo.tree import script
 from vlexport.cli import app
-from vlexport.specs import SHORT_DTYPES
+from vlexport.specs import SHORT_DTYPES, backend_name
 
 GROUP: Any = get_command(app)
 
@@ -74,7 +76,7 @@ def test_options_of_a_file_are_those_of_the_command_line_which_win(checkpoint, t
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("dtipe = 'float16'", "no option 'dtipe'. Known: backend, build-memory"),
+        ("dtipe = 'float16'", "no option 'dtipe'. Did you mean 'dtype'? Known: backend, build-memory"),
         ("dtype = ['float16']", "'dtype' is ['float16']; a text or a number expected"),
         ("dtype = ", "not valid TOML"),
         ("max-pixels = 'many'", "Invalid value for '--max-pixels'"),
@@ -104,6 +106,50 @@ def test_every_option_of_every_command_has_a_help_text():
         if not getattr(param, "help", None)
     ]
     assert bare == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--backend", "onnxruntim"), r"no backend 'onnxruntim'\. Did you mean 'onnxruntime'\?"),
+        (("--dtype", "bf17"), r"does not serve bf17\. Did you mean 'bf16'\?"),
+        (("--profile", "imag"), r"no profile 'imag'\. Did you mean 'image'\?"),
+        (("--selector", "evz"), r"no pruning method 'evz'\. Did you mean 'evs'\?"),
+        (("--recipe", "qwen25_vl"), r"no recipe 'qwen25_vl'\. Did you mean 'qwen2_5_vl'\?"),
+    ],
+)
+def test_a_value_that_is_almost_a_name_is_suggested(checkpoint, words, message):
+    ran = vlexport("plan", checkpoint, *words)
+    assert (ran.code, bool(re.search(message, ran.err))) == (2, True), ran.err
+
+
+def test_backends_have_short_names(checkpoint, tmp_path):
+    places = [
+        vlexport("plan", checkpoint, "--backend", name, "-o", tmp_path, "--json").document["path"]
+        for name in ("ort", "onnxruntime")
+    ]
+    assert places[0] == places[1]
+    assert [backend_name(name) for name in ("ov", "tensorrt-rtx", "a-b.py")] == [
+        "openvino", "tensorrt_rtx", "a-b.py",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("plan x --backend o", ["onnxruntime", "openvino"]),
+        ("build x --dtype b", ["bfloat16"]),
+        ("build x --recipe qwen", ["qwen2_5_vl", "qwen2_vl", "qwen3_vl"]),
+        ("encode x --prune-before stat", ["static", "static-frames"]),
+    ],
+)
+def test_a_shell_completes_values(words, offered):
+    line = f"vlexport {words}"
+    variables = {"_VLEXPORT_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": "4"}
+    done = subprocess.run(
+        [SCRIPT], env={**os.environ, **variables}, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.split() == offered
 
 
 def test_the_help_has_every_command_in_a_group_and_its_whole_sentence_at_80_columns(monkeypatch):

@@ -47,15 +47,18 @@ ALLOWED = {
         # Frames of fewer pixels, for as many tokens.
         "vision",
     },
-    # The accuracy check, for authors of recipes.
+    # The accuracy check, for authors of recipes and backends.
     "testing": {
         "backends",
+        "_build.request",
         "_build.spec",
         "checkpoint",
         "codec",
         "_build.export",
         "parity",
         "recipe",
+        # The demo's checkpoint, for backends.
+        "recipes",
         "specs",
         "vision",
     },
@@ -100,6 +103,7 @@ ALLOWED = {
     },
     # Whatever changes the result, and the finished bundle of it.
     "_build.key": {
+        "_build.private",
         "_build.sources",
         "_build.spec",
         "_build.token_graphs",
@@ -170,6 +174,7 @@ ALLOWED = {
     # Operators of the towers must be known before a program that holds them is loaded.
     # What each takes in memory and on disk lies beside what it can do.
     "backends": {
+        "_build.private",
         "codec",
         "_build.graph",
         "specs",
@@ -193,7 +198,7 @@ ALLOWED = {
     # A graph names the checkpoint whose weights it holds.
     "_build.graph": {"recipe", "checkpoint", "specs"},
     # A recipe's functions take a checkpoint; a checkpoint knows no recipe.
-    "recipe": {"checkpoint", "positions", "_build.sources", "specs", "vision"},
+    "recipe": {"checkpoint", "positions", "_build.private", "_build.sources", "specs", "vision"},
     "checkpoint": {"specs", "target"},
     "bundle": {"bundle.user_folders", "_build.sources", "specs", "target"},
     "_build.estimate": {"specs"},
@@ -228,6 +233,7 @@ ALLOWED = {
     },
     "bundle.user_folders": set(),
     "parity.metrics": set(),
+    "_build.private": set(),
     "_build.sources": set(),
     "specs": set(),
     "errors": set(),
@@ -252,7 +258,7 @@ HOMES = {
 }
 
 # Parts that run before any heavy library is there.
-STANDARD_LIBRARY_ONLY = {"errors", "codec", "system", "_build.sources", "specs", "target"}
+STANDARD_LIBRARY_ONLY = {"errors", "codec", "system", "_build.private", "_build.sources", "specs", "target"}
 
 
 def _target_part(found: Import) -> str | None:

@@ -54,7 +54,7 @@ from vlexport.bundle import (
     remove_leftovers,
     staged,
 )
-from vlexport.bundle.trust import recall_program
+from vlexport.bundle.trust import Programs, recall_program
 from vlexport.bundle.user_folders import MOST_BYTES, CacheFile, forget
 from vlexport.checkpoint import Checkpoint
 from vlexport.codec import canonical, checked, encode
@@ -244,14 +244,14 @@ def build_checkpoint(spec: BuildSpec, progress: Progress = log_progress, graph: 
     verdicts = enough(spec.backend, key.target)
     if (bundle := stored(path, digest, verdicts)) is not None:
         remove_leftovers(spec.into, path.name)
-        return Built(bundle=bundle, cached=True)
+        return _remembered(spec, bundle, cached=True)
 
     capability = capability_of(spec.backend, key.dtype, key.quantisation)
     need = disk(capability.costs if capability else None, spec.scale, key.dtype, spec.quantisation)
     with staged(spec.into, path.name, key=digest, need=need) as staging, compile_caches(staging.scratch):
         # Another process may have built it while this one waited for its turn.
         if (bundle := stored(path, digest, verdicts)) is not None:
-            return Built(bundle=bundle, cached=True)
+            return _remembered(spec, bundle, cached=True)
         program = None
         if (manifest := staging.kept) is not None:
             progress("resume", 0.0)
@@ -265,7 +265,15 @@ def build_checkpoint(spec: BuildSpec, progress: Progress = log_progress, graph: 
         manifest = replace(manifest, files={**manifest.files, **about})
         bundle = staging.publish(manifest)
         _kept_graph(digest).discard()
-        return Built(bundle=bundle, cached=False)
+        return _remembered(spec, bundle, cached=False)
+
+
+def _remembered(spec: BuildSpec, bundle: Bundle, *, cached: bool) -> Built:
+    """Return the result of a build, whose private files later commands find by its digest."""
+    for kind, part in (("recipe", spec.recipe), ("backend", spec.backend)):
+        if part is not None and part.file is not None:
+            Programs.of().remember(bundle.digest, kind, part.file)
+    return Built(bundle=bundle, cached=cached)
 
 
 def _engine(

@@ -34,10 +34,11 @@ def build_key(spec: BuildSpec) -> BuildKey:
     # What makes and checks a bundle of this backend. Commands, generation, reports and other backends are
     # left out: a change there leaves bundles usable.
     makers = ("vlexport._build.build", type(backend).__module__, f"vlexport.backends.{backend.name}")
+    own = backend.file.read_bytes() if backend.file else b""
     return BuildKey(
         recipe=spec.recipe.name,
         recipe_digest=spec.recipe.digest,
-        package_digest=digest_with_imports(f"import {', '.join(makers)}".encode()),
+        package_digest=digest_with_imports(f"import {', '.join(makers)}\n".encode() + own),
         weights_digest=spec.checkpoint.digest(weights),
         config_digest=sha256(json.dumps(spec.checkpoint.config, sort_keys=True).encode()).hexdigest(),
         preprocessing=encode(spec.config),

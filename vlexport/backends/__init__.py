@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from pathlib import Path
 
+from vlexport._build.private import installed, run_file
 from vlexport.backends._engine import Engine, FunctionRunner, refused_by
 from vlexport.backends._inspection import (
     ChecksNetwork,
@@ -30,8 +32,8 @@ from vlexport.backends.base import (
     Runner,
     log_progress,
 )
-from vlexport.errors import MisfitError, RequestError, UnsupportedError
-from vlexport.specs import BYTES, PIXELS, Precision
+from vlexport.errors import MisfitError, RequestError, UnsupportedError, nearest
+from vlexport.specs import BYTES, PIXELS, SHORT_DTYPES, Precision, backend_name
 
 __all__ = (
     "Backend", "BuildLimits", "Capability", "ChecksNetwork", "Engine", "EngineSpec", "Folder",
@@ -41,17 +43,54 @@ __all__ = (
 )  # fmt: skip
 
 
+# Private backends that were given by their files, by name.
+_GIVEN: dict[str, Backend] = {}
+
+
 def backend_names() -> list[str]:
-    """Return every backend that ships, by file name."""
+    """Return every backend that ships, by file name, that is installed, or that was given by its file."""
+    return sorted({*_shipped(), *_private()})
+
+
+def find_backend(name_or_path: str) -> Backend:
+    """Return a backend by name, or a private one by its file; loading it does not load its library."""
+    if name_or_path.endswith(".py"):
+        given = _of_file(Path(name_or_path))
+        _GIVEN[given.name] = given
+        return given
+    if (name := backend_name(name_or_path)) in _shipped():
+        backend: Backend = importlib.import_module(f"vlexport.backends.{name}").BACKEND
+        return backend
+    if name not in (private := _private()):
+        known = backend_names()
+        raise RequestError(
+            f"no backend '{name_or_path}'.{nearest(name, known)} Known: {', '.join(known)}. "
+            "A private backend is given by the path of its file (*.py)."
+        )
+    return private[name]
+
+
+def _shipped() -> set[str]:
     names = (module.name for module in pkgutil.iter_modules(__path__))
-    return sorted(name for name in names if not name.startswith("_") and name != "base")
+    return {name for name in names if not name.startswith("_") and name != "base"}
 
 
-def find_backend(name: str) -> Backend:
-    """Return a backend by name; loading it does not load its library."""
-    if name not in backend_names():
-        raise RequestError(f"no backend '{name}'. Known: {', '.join(backend_names())}.")
-    backend: Backend = importlib.import_module(f"vlexport.backends.{name}").BACKEND
+def _private() -> dict[str, Backend]:
+    return {backend.name: backend for backend in installed("backend", _of_file)} | _GIVEN
+
+
+def _of_file(path: Path) -> Backend:
+    try:
+        module = run_file("backend", path, path.read_bytes(), "docs/backends.md")
+    except OSError as error:
+        raise RequestError(f"backend {path}: {error.strerror}. A Python file is expected.") from error
+    backend = getattr(module, "BACKEND", None)
+    if not isinstance(backend, Backend) or backend.name in _shipped():
+        raise RequestError(
+            f"backend {path}: BACKEND is {getattr(backend, 'name', backend)!r}; a Backend is expected, of a "
+            "name that no shipped one has. `vlexport new backend NAME` writes one."
+        )
+    backend.file = path.resolve()
     return backend
 
 
@@ -95,8 +134,10 @@ def require(
             if able
             else f"No backend serves {precision}; precisions are {', '.join(spelled)}."
         )
+        close = nearest(precision, [*served, *SHORT_DTYPES])
         raise UnsupportedError(
-            f"backend '{backend.name}' does not serve {precision}. It serves: {', '.join(served)}. {instead}"
+            f"backend '{backend.name}' does not serve {precision}.{close} It serves: {', '.join(served)}. "
+            f"{instead}"
         )
     reason = backend.cannot_take_bytes if input_dtype == BYTES else None
     if reason is not None:

@@ -180,6 +180,7 @@ class Backend(ABC):
     mapped             files that `open` takes by `Payloads.map`
     reads_older        files are of a format that newer versions of its library read
     by_item            bits of an item's rows do not depend on what else is in its call, in all that was tried
+    file               where a private backend lies
     """
 
     name: str
@@ -198,6 +199,7 @@ class Backend(ABC):
     mapped: tuple[str, ...] = ()
     reads_older: bool = False
     by_item: bool = False
+    file: Path | None = None
 
     @abstractmethod
     def build(self, graph: Graph, options: Options, out: Path, progress: Progress = log_progress) -> None: ...

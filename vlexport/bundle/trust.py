@@ -7,12 +7,14 @@ stranger's file next to a bundle grants nothing, and a digest does not change.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import re
 import shlex
 import stat
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal, Self
@@ -21,7 +23,7 @@ from vlexport.bundle.files import check_digest
 from vlexport.bundle.manifest import Verdict
 from vlexport.bundle.user_folders import CacheFile, user_data_folder
 from vlexport.codec import MAX_BYTES, canonical, decode, encode, parse
-from vlexport.errors import InputError, RequestError, UntrustedError, VlexportError
+from vlexport.errors import InputError, MisfitError, RequestError, UntrustedError, VlexportError
 from vlexport.system import shortage, write_synced
 
 logger = logging.getLogger(__name__)
@@ -182,6 +184,39 @@ class Proved(Newer):
 
     NAME = "proved"
     WHAT = "the proof that passed"
+
+
+class Programs(_Records):
+    """Private files, a recipe or a backend, that made a trusted bundle: their paths and SHA-256."""
+
+    NAME = "programs"
+
+    def remember(self, digest: str, kind: str, path: Path) -> None:
+        before = self._all(digest)
+        after = {**before, kind: (str(path), hashlib.sha256(path.read_bytes()).hexdigest())}
+        try:
+            if after != before:
+                self._keep(digest, canonical(encode(after)), f"the {kind} of a bundle")
+        except VlexportError as error:
+            # The file has to be given again.
+            logger.warning("%s", error)
+
+    def recall(self, digest: str, kind: str) -> Path | None:
+        """Return the remembered file, if there is one; refuse a file that changed, before it runs."""
+        place, before = self._all(digest).get(kind, ("", ""))
+        path = Path(place)
+        here = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "no such file"
+        if place and here != before:
+            remedy = "pass its file as recipe (--recipe FILE)" if kind == "recipe" else "build with it again"
+            raise MisfitError(
+                f"{kind} {path}, which made this bundle, has changed or is gone: {here[:12]} found, "
+                f"{before[:12]} expected. Put it back, or {remedy}."
+            )
+        return path if place else None
+
+    def _all(self, digest: str) -> Mapping[str, tuple[str, str]]:
+        raw, where = self._read(digest), str(self.folder / digest)
+        return {} if raw is None else decode(dict[str, tuple[str, str]], parse(raw), where)
 
 
 def _unwritable(path: Path, what: str, error: OSError) -> str:

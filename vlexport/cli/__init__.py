@@ -12,7 +12,7 @@ from itertools import pairwise
 import typer
 
 from vlexport import system
-from vlexport.cli import bench, build, bundles, check, hub, machine
+from vlexport.cli import bench, build, bundles, check, hub, machine, new
 from vlexport.cli.compare import compare
 from vlexport.cli.encode import encode
 from vlexport.cli.interrupts import STOPPED_CODES, Stopped, end_at_once, stoppable
@@ -76,6 +76,7 @@ for group, commands in {
 }.items():
     for command in commands:
         app.command(command.__name__.strip("_").replace("_", "-"), rich_help_panel=group)(command)
+app.add_typer(new.app, rich_help_panel="Build")
 for group_app in (bundles.bundles, bundles.cache):
     app.add_typer(group_app, rich_help_panel="This machine")
 
@@ -222,9 +223,9 @@ def _usage(error: BaseException, words: list[str]) -> str:
     text = " ".join(str(getattr(error, "format_message", error.__str__)()).split()).rstrip(". ")
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "vlexport"
-    for name, new in _REPLACED.items():
+    for name, now in _REPLACED.items():
         if f"command '{name}'" in text or f"option: --{name}" in text:
-            return f"{name} is now {new}. See `vlexport --help`."
+            return f"{name} is now {now}. See `vlexport --help`."
     option = getattr(error, "param", None)
     names = option.opts if option is not None else []
     pairs = [*pairwise(words), *(word.split("=", 1) for word in words if "=" in word)]

@@ -24,7 +24,6 @@ from vlexport.backends import (
     Inside,
     Portable,
     Progress,
-    find_backend,
     inside_of,
     log_progress,
     portable_of,
@@ -94,23 +93,24 @@ def check(  # noqa: PLR0913  options of a check
     recipe   the file of the private recipe that built the bundle, if one did
     lora     where the adapter of the build is, if it has moved
     """
-    from vlexport.runtime.opening import checkpoint_of, config_of, open_engine, precision_of, recipe_of
+    from vlexport.runtime import opening
 
     if not isinstance(bundle, Bundle):
         bundle = Bundle.open(bundle, verify="lazy")
-    manifest, built_by = bundle.manifest, recipe_of(bundle, recipe)
+    manifest, backend = bundle.manifest, opening.stored_backend(bundle)
+    built_by = opening.recipe_of(bundle, recipe)
     if against is not None and not isinstance(against, Checkpoint):
         against = Checkpoint.open(against)
-    checkpoint = against or checkpoint_of(bundle, lora=lora)
-    config = config_of(bundle, built_by)
+    checkpoint = against or opening.checkpoint_of(bundle, lora=lora)
+    config = opening.config_of(bundle, built_by)
     subject = BuildSpec(
         recipe=built_by,
         config=config,
         checkpoint=checkpoint,
         form=manifest.attention_form,
-        precision=precision_of(manifest),
+        precision=opening.precision_of(manifest),
         profile=manifest.profile,
-        backend=find_backend(manifest.target.backend),
+        backend=backend,
         tensors=built_by.stored_tensors(checkpoint, config),
     )
     if layers and not isinstance(built_by.outline(config), StagedTower):
@@ -119,11 +119,10 @@ def check(  # noqa: PLR0913  options of a check
             "a tower with blocks of its own expected. Leave --layers (layers=) out."
         )
     first = inputs_exact.identity_rows(bundle, subject, chosen=against is not None)
-    with open_engine(bundle, allow_failed=True) as engine:
-        assert subject.backend is not None
-        inside = inside_of(subject.backend, bundle)
+    with opening.open_engine(bundle, allow_failed=True) as engine:
+        inside = inside_of(backend, bundle)
         graphs = opened_graphs(manifest.graphs, bundle, manifest.outputs[0].dtype)
-        portable = portable_of(subject.backend, bundle, manifest.graphs.selector, manifest.graphs.cells)
+        portable = portable_of(backend, bundle, manifest.graphs.selector, manifest.graphs.cells)
         report = run_checks(
             engine,
             subject,

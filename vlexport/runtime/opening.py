@@ -19,6 +19,7 @@ from vlexport.backends import (
     require,
 )
 from vlexport.bundle import Bundle, Manifest
+from vlexport.bundle.trust import Programs
 from vlexport.checkpoint import Adapter, Checkpoint
 from vlexport.errors import (
     UNEXPECTED,
@@ -175,15 +176,23 @@ def require_fit(bundle: Bundle, recipe: str | None = None, *, unproven: bool = F
     config_of(bundle, recipe_of(bundle, recipe))
 
 
+def stored_backend(bundle: Bundle) -> Backend:
+    """Return the backend that built the bundle, a private one by the file that is remembered."""
+    name = bundle.manifest.target.backend
+    if name in backend_names():
+        return find_backend(name)
+    if (path := Programs.of().recall(bundle.digest, "backend")) is not None:
+        return find_backend(str(path))
+    raise MisfitError(
+        f"{bundle.path}: built for backend '{name}', which this vlexport does not have. It has: "
+        f"{', '.join(backend_names())}. Update vlexport, install the backend's package, or build for one of "
+        "these."
+    )
+
+
 def backend_of(bundle: Bundle, *, unchecked: bool = False) -> Backend:
     """Return the backend for the bundle's version or a checked one; `unchecked`: any newer that reads it."""
-    name = bundle.manifest.target.backend
-    if name not in backend_names():
-        raise MisfitError(
-            f"{bundle.path}: built for backend '{name}', which this vlexport does not have. "
-            f"It has: {', '.join(backend_names())}. Update vlexport, or build for one of these."
-        )
-    backend = find_backend(name)
+    name, backend = bundle.manifest.target.backend, stored_backend(bundle)
     reason = backend.missing()
     if reason is not None:
         raise MisfitError(f"{bundle.path}: built for backend '{name}', which cannot be used here: {reason}")
@@ -209,10 +218,12 @@ def _is_newer(here: Target, target: Target) -> bool:
 
 
 def recipe_of(bundle: Bundle, recipe: str | None = None) -> Recipe[Any]:
-    """Return the recipe that made the bundle, in that version; a private one is named by its file."""
-    stored = bundle.manifest.recipe
+    """Return the recipe that made the bundle, in that version; a private one by its file, once given."""
+    stored, programs = bundle.manifest.recipe, Programs.of()
+    if recipe is None and (path := programs.recall(bundle.digest, "recipe")) is not None:
+        recipe = str(path)
     # A name in a manifest is never taken for the path of a program.
-    if recipe is None and stored.name not in {card.path.stem for card in list_recipes()}:
+    if recipe is None and stored.name not in {card.name for card in list_recipes()}:
         raise MisfitError(
             f"{bundle.path}: built by recipe '{stored.name}', which is not here. "
             "If it is a private one, pass its file as recipe."
@@ -225,4 +236,6 @@ def recipe_of(bundle: Bundle, recipe: str | None = None) -> Recipe[Any]:
             f"since the build ({stored.digest[:12]} then, {chosen.digest[:12]} now): inputs may not fit the "
             f"engine. {private}Build again: {bundle.rebuild_command(recipe)}"
         )
+    if chosen.file is not None:
+        programs.remember(bundle.digest, "recipe", chosen.file)
     return chosen

@@ -22,7 +22,7 @@ from vlexport.checkpoint import Checkpoint
 from vlexport.errors import InputError, LimitError, UnsupportedError
 from vlexport.parity.noise import MOST_RAISED, cap_of
 from vlexport.parity.report import report_in
-from vlexport.runtime.opening import checkpoint_of, config_of, precision_of, recipe_of
+from vlexport.runtime.opening import checkpoint_of, config_of, precision_of, recipe_of, stored_backend
 from vlexport.specs import Range, ShapeProfile
 from vlexport.system import make_folder
 from vlexport.target import device_here, processor_here
@@ -92,7 +92,7 @@ def write_repro(
     if out.exists() or not out.absolute().parent.is_dir():
         raise InputError(f"--output {out}: a new file in a folder that exists is expected. Name another one.")
     options = options or ReproOptions()
-    manifest, backend = bundle.manifest, find_backend(bundle.manifest.target.backend)
+    manifest, backend = bundle.manifest, stored_backend(bundle)
     if not isinstance(backend, WritesStandalone):
         raise _unserved(backend.name)
     checkpoint = checkpoint_of(bundle, lora=options.lora)
