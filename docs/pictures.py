@@ -36,7 +36,7 @@ CHECKPOINT = ROOT / "tests" / "golden" / "e2e" / "checkpoint"
 TRAINED = ROOT / "recipes" / "demo" / "trained"
 COLUMNS = 110
 BUILD = "vlexport build checkpoint --profile image"
-WATCH = "vlexport watch bundle --decoder trained film.mp4 --ask '4:Which shape came first?'"
+WATCH = "vlexport watch bundle film.mp4 --ask '4:Which shape came first?'"
 ERRORS = ("vlexport build checkpoint --dtype fp16", "vlexport plan checkpoint --profile photo")
 # Pixels: of a character, of a line, and around all of it.
 CELL, LINE, PAD = 7.8, 16, 14

@@ -81,12 +81,12 @@ def test_a_machine_without_a_gpu_is_not_told_to_build_for_one():
     result = fit(replace(HERE, device="sm89+sm90"), replace(HERE, device=NO_GPU), rebuild="vlexport build x")
     assert isinstance(result, Misfit)
     assert "vlexport build x" not in result.reason
-    assert "needs a machine with sm89 or sm90; `vlexport list`" in result.reason
+    assert "needs a machine with sm89 or sm90; `vlexport doctor`" in result.reason
     chosen = "vlexport build x --backend onnxruntime --device cuda"
     result = fit(replace(HERE, device="cuda"), HERE, rebuild=chosen)
     assert isinstance(result, Misfit)
     assert chosen not in result.reason
-    assert "needs a machine with cuda; `vlexport list`" in result.reason
+    assert "needs a machine with cuda; `vlexport doctor`" in result.reason
 
 
 def test_every_differing_field_is_named_and_unknown_instructions_are_a_misfit():

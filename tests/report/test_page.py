@@ -408,7 +408,13 @@ def test_the_page_loads_nothing_and_has_both_colour_schemes(bundle, documents, t
 def test_what_was_not_measured_is_named_with_the_command_that_does(tmp_path):
     bare = bundle_with(tmp_path, ParityReport(rows=ROWS))
     text = page(bare)
-    for command in ("parity BUNDLE --layers", "bench BUNDLE", "plan SOURCE", "sweep BUNDLE", "run BUNDLE"):
+    for command in (
+        "check BUNDLE --accuracy --layers",
+        "bench BUNDLE",
+        "plan SOURCE",
+        "sweep BUNDLE",
+        "run BUNDLE",
+    ):
         assert f"Not measured. <code>vlexport {command}" in text
     unchecked = replace(bare, manifest=replace(bare.manifest, parity=Verdict(status="not_run")))
     assert 'Accuracy check: <b class="not_run">not_run</b>' in page(unchecked)
