@@ -170,7 +170,7 @@ def test_too_little_memory_is_exit_code_7_and_leaves_nothing(warm, checkpoint, i
     words = (checkpoint, "--backend", "onnxruntime", "--output-dir", into)
     fire = warm.build(*words, limit="memory", size=megabytes * MEBI)
     assert fire.wait() == 7, fire.messages
-    assert "vlexport: out of memory" in fire.messages
+    assert "vlexport: [resource] out of memory" in fire.messages
     assert "smaller profile, or free memory" in fire.messages
     assert (visible(into), leftovers(into)) == ([], [])
 
@@ -224,7 +224,7 @@ def test_a_full_file_system_is_exit_code_7_and_leaves_nothing(checkpoint, tmp_pa
     code, *entries = ran.stdout.splitlines()
     assert code == "code 7", ran.stderr
     assert [entry for entry in entries if not entry.startswith(".lock-")] == []
-    assert "vlexport: engines: the disk is full" in ran.stderr
+    assert "vlexport: [resource] engines: the disk is full" in ran.stderr
 
 
 @pytest.mark.slow

@@ -292,4 +292,4 @@ def test_a_full_disk_is_exit_code_7_and_leaves_nothing(checkpoint: Path, tmp_pat
     code, *entries = ran.stdout.splitlines()
     assert code == "code 7", ran.stderr
     assert [entry for entry in entries if not entry.startswith(".lock-")] == []
-    assert "vlexport: engines: the disk is full" in ran.stderr
+    assert "vlexport: [resource] engines: the disk is full" in ran.stderr

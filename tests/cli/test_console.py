@@ -56,7 +56,7 @@ def test_the_version_goes_to_stdout():
 def test_exit_codes_and_documents_reach_the_shell():
     ran = command("build", "nowhere")
     assert (ran.returncode, ran.stdout) == (2, "")
-    assert ran.stderr.startswith("vlexport: 'nowhere' does not exist here")
+    assert ran.stderr.startswith("vlexport: [checkpoint] 'nowhere' does not exist here")
     assert json.loads(command("list", "--json").stdout)["verb"] == "list"
 
 

@@ -386,7 +386,7 @@ def test_the_traceback_comes_with_debug_before_or_after_the_verb_but_not_behind_
         ran = vlexport(*words)
         assert ran.code == 2
         assert "Traceback (most recent call last)" in ran.err
-        assert "vlexport: 'nowhere' does not exist here" in ran.err
+        assert "vlexport: [checkpoint] 'nowhere' does not exist here" in ran.err
     assert "'--debug' does not exist here" in vlexport("build", "--", "--debug").err
 
 

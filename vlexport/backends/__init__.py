@@ -33,7 +33,7 @@ from vlexport.backends.base import (
     log_progress,
 )
 from vlexport.errors import MisfitError, RequestError, UnsupportedError, nearest
-from vlexport.specs import BYTES, PIXELS, SHORT_DTYPES, Precision, backend_name
+from vlexport.specs import BYTES, DTYPES, PIXELS, SHORT_DTYPES, Precision, backend_name
 
 __all__ = (
     "Backend", "BuildLimits", "Capability", "ChecksNetwork", "Engine", "EngineSpec", "Folder",
@@ -134,7 +134,8 @@ def require(
             if able
             else f"No backend serves {precision}; precisions are {', '.join(spelled)}."
         )
-        close = nearest(precision, [*served, *SHORT_DTYPES])
+        # A dtype of torch is no slip.
+        close = "" if dtype in DTYPES else nearest(precision, [*served, *SHORT_DTYPES])
         raise UnsupportedError(
             f"backend '{backend.name}' does not serve {precision}.{close} It serves: {', '.join(served)}. "
             f"{instead}"

@@ -17,7 +17,15 @@ from vlexport.cli.compare import compare
 from vlexport.cli.encode import encode
 from vlexport.cli.interrupts import STOPPED_CODES, Stopped, end_at_once, stoppable
 from vlexport.cli.options import Commands
-from vlexport.cli.output import EVENTS, failure, logs_printed, print_error, print_line, show_json
+from vlexport.cli.output import (
+    EVENTS,
+    failure,
+    logs_printed,
+    print_error,
+    print_failure,
+    print_line,
+    show_json,
+)
 from vlexport.cli.run import run as answer
 from vlexport.cli.sweep import sweep
 from vlexport.cli.watch import watch
@@ -164,17 +172,10 @@ def _report(error: Exception, words: list[str], *, debug: bool) -> int:
     code, message = _explain(error, words)
     if debug:
         traceback.print_exception(error)
-    print_error(f"vlexport: {message}{_code(error)}")
+    print_failure(error, message)
     if "--json" in words:
         show_json("error", {"error": failure(error, code, message)})
     return code
-
-
-def _code(error: Exception) -> str:
-    """Return what `vlexport explain` takes, in brackets."""
-    from vlexport.tools.explain import code_of
-
-    return f" [{code_of(error)}]" if isinstance(error, VlexportError) else ""
 
 
 # Of a path that was given, or of the current folder.

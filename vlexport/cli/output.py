@@ -19,6 +19,7 @@ from rich.text import Text
 
 from vlexport.codec import encode
 from vlexport.errors import VlexportError
+from vlexport.system import shortage
 
 SCHEMA = 1
 # The console of the bar that is shown: it prints above its bar, any other would leave a copy of the bar.
@@ -46,6 +47,15 @@ def print_line(text: str) -> None:
 
 def print_error(text: str) -> None:
     console_of(stderr=True).print("\n".join(map(_harmless, text.split("\n"))), soft_wrap=True)
+
+
+def print_failure(error: Exception, message: str) -> None:
+    """Print what ended a command, after the code that `vlexport explain` takes."""
+    from vlexport.tools.explain import code_of
+
+    known = error if isinstance(error, VlexportError) else shortage(error)
+    code = "" if known is None else f"[{code_of(known)}] "
+    print_error(f"vlexport: {code}{message}")
 
 
 def show(text: str, end: str = "\n") -> None:
@@ -86,7 +96,7 @@ def data_is_out() -> Iterator[None]:
     try:
         yield
     except VlexportError as error:
-        print_error(f"vlexport: {error}")
+        print_failure(error, str(error))
         raise typer.Exit(error.exit_code) from error
 
 

@@ -48,6 +48,15 @@ class Question:
         "--allow-special-tokens", "Encode special tokens in --prompt as such (default: as plain text)."
     )
 
+    def require_one(self) -> None:
+        """Refuse both prompts, and none."""
+        if (self.prompt is None) == (self.raw_prompt is None):
+            words = "neither --prompt nor" if self.prompt is None else "both --prompt and"
+            raise RequestError(
+                f"{words} --raw-prompt given; one of them is expected. Without both, a terminal gets a "
+                "conversation, unless --json, --stream, --overlay or --trace is given."
+            )
+
     def request(self, media: options.PrunedMedia, sampling: Sampling) -> Request:
         from vlexport.runtime.request import Request
 
@@ -86,20 +95,16 @@ def run(
     """Answer a question about images and videos.
 
     Files are images or videos by their content; --image and --video name the kind. With --prompt, images
-    stand first, then videos, then the text. Placeholders of a --raw-prompt take the files of their kind in
-    the given order. Without a prompt, on a terminal, questions are typed and files dropped in by path.
+    stand first, then videos, then the text. Placeholders of a --raw-prompt take files in the given order.
+    Without a prompt, on a terminal, questions are typed and files dropped in by path.
     """
-    if (question.prompt is None) == (question.raw_prompt is None):
-        if question.prompt is None and _is_terminal() and not (as_json or stream or overlay or trace):
-            _talk(bundle, decoding, media, sampling, prompt_layout, opening)
-            return
-        words = "neither --prompt nor" if question.prompt is None else "both --prompt and"
-        raise RequestError(
-            f"{words} --raw-prompt given; one of them is expected. Without both, a terminal gets a "
-            "conversation, unless --json, --stream, --overlay or --trace is given."
-        )
+    is_bare = not (as_json or stream or overlay or trace)
+    if is_bare and question.prompt is question.raw_prompt is None and _is_terminal():
+        _talk(bundle, decoding, media, sampling, prompt_layout, opening)
+        return
+    question.require_one()
     if stream and as_json:
-        raise RequestError("--stream given together with --json; expected one of them. Leave one out.")
+        raise RequestError("--stream given together with --json. Leave one of them out.")
     if overlay is not None and media.is_empty:
         raise RequestError("--overlay given without images and videos: nothing to show. Leave it out.")
     request = question.request(media, sampling)
@@ -113,24 +118,26 @@ def run(
         stack.enter_context(traced(trace))
         with phases("run") as progress:
             progress("open", 0.0)
-            pipeline = stack.enter_context(
-                load(usable, **arguments, **decoding.arguments(usable, prompt_layout))
-            )
+            arguments |= decoding.arguments(usable, prompt_layout)
+            pipeline = stack.enter_context(load(usable, **arguments))
             progress("encode and prefill", 0.0)
             pieces = pipeline.stream(request)
-            if not stream:
-                for number, _ in enumerate(pieces):
-                    progress("generate", number / sampling.max_new_tokens)
+            for number, _ in enumerate(() if stream else pieces):
+                progress("generate", number / sampling.max_new_tokens)
         answer = _streamed(pieces) if stream else pieces.require_answer()
         media.note_whole(pipeline.pruner, request.images, request.videos)
-        with data_is_out():
-            if overlay is not None:
+        if overlay is not None:
+            with data_is_out():
                 write_sheet(overlay, answer, request, pipeline)
-                print_line(f"overlay: {overlay}")
+            print_line(f"overlay: {overlay}")
     if as_json:
         show_json("run", answer.to_json())
-        return
-    if not stream:
+    else:
+        _show(answer, was_streamed=stream)
+
+
+def _show(answer: Answer, *, was_streamed: bool) -> None:
+    if not was_streamed:
         show(answer.text)
     print_line(_account(answer))
 

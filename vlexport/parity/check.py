@@ -123,16 +123,8 @@ def check(  # noqa: PLR0913  options of a check
         inside = inside_of(backend, bundle)
         graphs = opened_graphs(manifest.graphs, bundle, manifest.outputs[0].dtype)
         portable = portable_of(backend, bundle, manifest.graphs.selector, manifest.graphs.cells)
-        report = run_checks(
-            engine,
-            subject,
-            first=first,
-            inside=inside,
-            graphs=graphs,
-            portable=portable,
-            own=own(engine),
-            progress=progress,
-        )
+        run = partial(run_checks, engine, subject, first=first, inside=inside, own=own(engine))
+        report = run(graphs=graphs, portable=portable, progress=progress)
         profile, inputs = engine.spec.profile, engine.inputs
         if answers is not None:
             rows = [_not_run("L4", report.rows)] if report.caught_by() else answers(engine, subject)
