@@ -56,7 +56,11 @@ def test_noise_is_that_of_transformers_in_bfloat16(eager: BuiltTower) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "model"),
-    [("eager", 1), ("inductor", 0), *(pytest.param("openvino", each, marks=NATIVE) for each in (0, 1))],
+    [
+        ("eager", 1),
+        pytest.param("inductor", 0, marks=pytest.mark.full),
+        *(pytest.param("openvino", each, marks=NATIVE) for each in (0, 1)),
+    ],
 )
 def test_noise_of_others_is_that_of_transformers_too(backend: str, model: int, tmp_path: Path) -> None:
     check_noise(built(tmp_path, backend, model))
@@ -126,7 +130,11 @@ def test_openvino_gives_the_same_after_a_first_call_of_one_row(tmp_path: Path) -
 
 
 building = importlib.import_module("vlexport._build.build")
-BACKENDS = ("onnxruntime", *(pytest.param(name, marks=pytest.mark.slow) for name in ("openvino", "inductor")))
+BACKENDS = (
+    "onnxruntime",
+    pytest.param("openvino", marks=pytest.mark.slow),
+    pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.full]),
+)
 CALL = [("image", (1, 6, 8)), ("video", (2, 4, 4)), ("image", (1, 2, 2))]
 
 

@@ -188,8 +188,9 @@ def test_answers_are_those_of_transformers(model_type, tmp_path):
         assert (list(answer.prompt_token_ids), list(answer.token_ids)) == (prompt, tokens)
 
 
+@pytest.mark.full
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", ["qwen3_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.full)])
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl"])
 def test_pruned_answers_are_those_of_the_recipe(model_type, tmp_path):
     answers, grids = [], []
     for recipe in ("generic", model_type):
