@@ -103,10 +103,9 @@ def test_files_are_images_or_videos_by_their_content(built, image, video, tmp_pa
 
 
 def test_embeddings_go_to_stdout(built, image, tmp_path):
-    words = [SCRIPT, "encode", built, image, "-q", "--output"]
-    done = subprocess.run([*words, "-"], capture_output=True, check=True)
+    done = subprocess.run([SCRIPT, "encode", built, image, "-q", "-o", "-"], capture_output=True, check=True)
     assert done.stderr == b""
-    subprocess.run([*words, tmp_path / "x.safetensors"], check=True)
+    assert vlexport("encode", built, image, "-o", tmp_path / "x.safetensors").code == 0
     found, expected = load(done.stdout), load_file(tmp_path / "x.safetensors")
     assert found.keys() == expected.keys()
     assert torch.equal(found["image.0.embeds"], expected["image.0.embeds"])
