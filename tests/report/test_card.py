@@ -48,7 +48,7 @@ def test_only_a_checkpoint_of_the_hub_is_a_base_model_and_no_folder_of_this_mach
     assert "license" not in header_of(text)
     assert str(Path.home()) not in text
     assert "The vision tower of `tiny` as an engine of eager" in text
-    assert "It names none that could be read." in text
+    assert "It names no licence that could be read." in text
     int8 = replace(MADE, precision=replace(MADE.precision, quantisation="int8"))
     assert header_of(card(int8, "entry", None))["base_model_relation"] == "quantized"
 

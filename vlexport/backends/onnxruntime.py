@@ -76,7 +76,7 @@ class OnnxRuntime(Backend):
         Capability(
             dtype="float32",
             quantisation=INT8,
-            note="weights of blocks and what they multiply in 8 bits, on processors with VNNI",
+            note="weights and inputs of the blocks' products in 8 bits, on processors with VNNI",
             costs=Costs(
                 base=260, opening=2.5, weights=1.7, values=1.0, disk=5.5,
                 build_base=627, build_weights=3.32, check_values=1.72,

@@ -69,7 +69,7 @@ class OpenVino(Backend):
         Capability(
             dtype="float32",
             quantisation=INT8,
-            note="weights of blocks and what they multiply in 8 bits",
+            note="weights and inputs of the blocks' products in 8 bits",
             costs=Costs(
                 base=300, opening=2.2, weights=1.6, values=2.4, disk=5.8,
                 build_base=808, build_weights=5.1, check_values=0.68,

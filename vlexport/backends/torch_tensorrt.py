@@ -50,7 +50,7 @@ class TorchTensorRt(Backend):
     capabilities = (
         Capability(dtype="float32"),
         Capability(dtype="bfloat16", note="norm statistics and rotary in float32"),
-        Capability(dtype="float16", note="the same, and what overflows, found by measuring"),
+        Capability(dtype="float16", note="norm statistics, rotary and layers that overflow in float32"),
     )
 
     def missing(self) -> str | None:

@@ -106,7 +106,7 @@ def card(manifest: Manifest, name: str, licence: str | None) -> str:
             f"\n\nIt proves itself without the checkpoint: `{run}` runs {len(manifest.proof.calls)} stored "
             f"calls, which passed on {plain(manifest.proof.machine)}."
         )
-    named = f"It names the licence `{licence}`." if licence else "It names none that could be read."
+    named = f"It names the licence `{licence}`." if licence else "It names no licence that could be read."
     photo = ("--image", "photo.jpg", "--output", "features.safetensors")
     return PAGE.format(
         header=_lines(header, "{}: {}"),
