@@ -32,7 +32,7 @@ FOREIGN = {
     "--mm-processor-kwargs": "vllm", "--no-enable-prefix-caching": "vllm", "--useProfile": "trtexec",
     "--shapes": "trtexec", "--loadInputs": "trtexec",
 }  # fmt: skip
-BEFORE_VERBS = {"-q", "-v", "--quiet", "--verbose", "--debug", "--version", "--help", "-h"}
+BEFORE_VERBS = {"-q", "-v", "--quiet", "--verbose", "--debug", "--progress", "--version", "--help", "-h"}
 
 
 def options_of(verb):

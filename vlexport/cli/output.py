@@ -54,7 +54,7 @@ def print_failure(error: Exception, message: str) -> None:
     from vlexport.tools.explain import code_of
 
     known = error if isinstance(error, VlexportError) else shortage(error)
-    code = "" if known is None else f"[{code_of(known)}] "
+    code = "" if known is None or type(known) is VlexportError else f"[{code_of(known)}] "
     print_error(f"vlexport: {code}{message}")
 
 
