@@ -109,7 +109,7 @@ def test_bundles_go_by_name_age_and_size_the_oldest_first(store):
     assert (ran.code, "no bundle or tag" in ran.err, (store / "new").is_dir()) == (2, True, True)
     ran = vlexport("bundles", "rm", "-o", store)
     assert (ran.code, "nothing named" in ran.err) == (2, True)
-    ran = vlexport("bundles", "rm", store / "new", "--json")
+    ran = vlexport("bundles", "rm", store / "new", store / "new", "--json")
     assert (ran.code, names(ran, "removed")) == (0, ["new"])
     assert not (store / "link").is_symlink(), "tags go with their bundle"
     assert (store / "linked-from").is_dir()

@@ -62,9 +62,9 @@ def find_backend(name_or_path: str) -> Backend:
         backend: Backend = importlib.import_module(f"vlexport.backends.{name}").BACKEND
         return backend
     if name not in (private := _private()):
-        known = backend_names()
+        every = backend_names()
         raise RequestError(
-            f"no backend '{name_or_path}'.{nearest(name, known)} Known: {', '.join(known)}. "
+            f"no backend '{name_or_path}'.{nearest(name, every)} Known: {', '.join(every)}. "
             "A private backend is given by the path of its file (*.py)."
         )
     return private[name]

@@ -84,7 +84,10 @@ def remove_bundles(
     listed = inventory.bundles(folder)
     going = [entry for entry in listed if unfinished and entry.kind == "unfinished" and entry.problem]
     going += inventory.superfluous((entry for entry in listed if entry.kind == "bundle"), **limits)
-    going += [entry for entry in inventory.named(folder, names or [], listed) if entry not in going]
+    for entry in inventory.named(folder, names or [], listed):
+        # One that is named twice, or is too old as well, goes once.
+        if entry.path not in [other.path for other in going]:
+            going.append(entry)
     _remove("bundles rm", going, dry_run=dry_run, as_json=as_json)
 
 

@@ -56,12 +56,12 @@ def check(
     weights that the bundle was built from; with --task or files it is not, as they are a part of it.
     """
     media = media_files(files or [], openable=True)
-    given = {"checkpoint": checkpoint, "lora": lora, "layers": layers or None, "task": task, "fps": fps}
-    extra = [f"--{name}" for name, value in given.items() if value is not None]
+    settings = {"checkpoint": checkpoint, "lora": lora, "layers": layers or None, "task": task, "fps": fps}
+    extra = [f"--{name}" for name, value in settings.items() if value is not None]
     if (extra or media) and not accuracy:
         words = ", ".join([*extra, *(["files"] if media else [])])
         raise RequestError(f"{words} given without --accuracy, which compares with them. Add it.")
-    reference = {**given, "media": media}
+    reference = {**settings, "media": media}
     facts: dict[str, object] = {"bundle": str(bundle)}
     if run or not accuracy:
         facts |= _check_files(bundle, recipe, run=run, as_json=as_json)

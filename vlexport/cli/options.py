@@ -38,8 +38,8 @@ def option(
     """
 
     def complete(incomplete: str) -> list[str]:
-        known = values() if callable(values) else values
-        return [name for name in known if name.startswith(incomplete)]
+        names = values() if callable(values) else values
+        return [name for name in names if name.startswith(incomplete)]
 
     offered = None if values == () else complete
     return typer.Option(default, *names, metavar=metavar, help=text, autocompletion=offered, **settings)

@@ -53,8 +53,8 @@ def print_failure(error: Exception, message: str) -> None:
     """Print what ended a command, after the code that `vlexport explain` takes."""
     from vlexport.tools.explain import code_of
 
-    known = error if isinstance(error, VlexportError) else shortage(error)
-    code = "" if known is None or type(known) is VlexportError else f"[{code_of(known)}] "
+    typed = error if isinstance(error, VlexportError) else shortage(error)
+    code = "" if typed is None or type(typed) is VlexportError else f"[{code_of(typed)}] "
     print_error(f"vlexport: {code}{message}")
 
 

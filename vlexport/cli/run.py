@@ -167,9 +167,9 @@ def _talk(
             progress("open", 0.0)
             arguments = {**opening.arguments(), **decoding.arguments(usable, prompt_layout)}
             pipeline = stack.enter_context(load(usable, **arguments))
-        given = {"fps": media.fps, "method": media.method, "prune_before": media.prune_before}
+        parts = {"fps": media.fps, "method": media.method, "prune_before": media.prune_before}
         conversation = Conversation(
-            pipeline=pipeline, generation=generation, options=given, prune=media.prune
+            pipeline=pipeline, generation=generation, options=parts, prune=media.prune
         )
         for file in files:
             conversation.add(file)

@@ -34,10 +34,10 @@ def pages() -> dict[str, Page]:
 
 def find_page(code: str) -> Page:
     """Return the page of a code."""
-    known = pages()
-    if code not in known:
+    listed = pages()
+    if code not in listed:
         raise RequestError(f"no code '{code}'. `vlexport explain` lists them.")
-    return known[code]
+    return listed[code]
 
 
 def _of_errors() -> Iterator[Page]:
