@@ -57,7 +57,7 @@ EXIT_CODES = {
 # Any name will do in their place.
 FREE = {"--recipe NAME": "--recipe qwen2_vl", "--backend NAME": "--backend eager"}
 # Their programs are run without torch and vlexport, and on several chunks, by tests of their own.
-ELSEWHERE = ("docs/portable.md", "docs/vllm.md")
+ELSEWHERE = ("docs/portable.md",)
 
 
 class Desk:

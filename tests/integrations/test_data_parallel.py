@@ -1,4 +1,4 @@
-"""Ranks that share the items of a call, and the examples of docs/vllm.md and docs/serving.md."""
+"""Ranks that share the items of a call, and the examples of docs/serving.md."""
 
 from __future__ import annotations
 
@@ -211,17 +211,20 @@ def test_rows_that_do_not_match_the_grids_are_refused():
         shards.restore(torch.ones(3, 3))
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "vllm.md"
+PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
+
+
+def example(word: str) -> str:
+    """Return the page's one program with a word."""
+    blocks: list[str] = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
+    (program,) = (block for block in blocks if word in block)
+    return program
 
 
 @pytest.mark.slow
 def test_the_example_of_a_tower_as_a_part_holds():
-    page = PAGE.with_name("serving.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-    (block,) = (each for each in blocks if "run_packed" in each)
-    exec(block, {})
+    exec(example("run_packed"), {})
 
 
 def test_the_example_of_modules_holds():
-    (block,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
-    exec(block, {})
+    exec(example("module_names"), {})

@@ -45,16 +45,31 @@ def test_the_service_answers_encodes_and_refuses(bundles, fresh, photo, monkeypa
         return {"messages": [{"role": "user", "content": parts}], "max_tokens": 4}
 
     with TestClient(example("serve_fastapi").app) as client:
-        answer = client.post("/v1/chat/completions", json=body(url)).json()["choices"][0]
-        expected = fresh().generate("why?", images=PIXELS, max_new_tokens=4)
-        assert answer["message"]["content"] == expected.text
-        assert answer["finish_reason"] == expected.finish
+        whole = client.post("/v1/chat/completions", json=body(url)).json()
+        (answer,), expected = whole["choices"], fresh().generate("why?", images=PIXELS, max_new_tokens=4)
+        assert answer["message"] == {"role": "assistant", "content": expected.text}
+        assert (answer["finish_reason"], whole["usage"]["completion_tokens"]) == ("length", 4)
+        (model,) = client.get("/v1/models").json()["data"]
+        assert model["id"] == whole["model"] == bundles("eager").name
+        streamed = client.post("/v1/chat/completions", json={**body(url), "stream": True})
+        assert streamed.headers["content-type"].startswith("text/event-stream")
+        *lines, last = streamed.text.strip().split("\n\n")
+        assert last == "data: [DONE]"
+        chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
+        assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+        assert len({chunk["id"] for chunk in chunks}) == 1
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        assert "".join(delta.get("content", "") for delta in deltas) == expected.text
+        assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + [
+            "length"
+        ]
         encoded = client.post("/embeddings", content=photo.read_bytes()).json()
         assert np.allclose(encoded["embeddings"], fresh().encode(PIXELS).embeds)
         empty: dict[str, list[object]] = {"messages": []}
         for refused in (body(str(photo)), body("data:image/png;base64,AAAA"), empty):
-            reply = client.post("/v1/chat/completions", json=refused)
-            assert reply.status_code == 400, reply.text
+            for stream in (False, True):
+                reply = client.post("/v1/chat/completions", json={**refused, "stream": stream})
+                assert (reply.status_code, list(reply.json())) == (400, ["error"]), reply.text
         assert client.post("/embeddings", content=b"text").status_code == 400
 
 
