@@ -287,6 +287,7 @@ def _engine(
         graph = graph or _exported(spec, _kept_graph(key_of(key)), progress)
         progress("build", 0.0)
         backend.build(graph, spec.options, staging.folder, progress)
+        progress("graphs", 0.0)
         graphs = write_graphs(key.graphs, staging.folder, graph.outputs[0].dtype)
     if isinstance(backend, RunsPortable):
         backend.write_portable(graph, spec.selector, staging.folder, spec.cells)

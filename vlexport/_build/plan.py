@@ -11,7 +11,7 @@ from vlexport._build.estimate import Costs, DeviceNeeds
 from vlexport._build.export import example_inputs, specs_of
 from vlexport._build.key import build_key, enough
 from vlexport._build.spec import BuildSpec
-from vlexport._build.timings import build_seconds
+from vlexport._build.timings import expected_build
 from vlexport.backends import capability_of
 from vlexport.bundle import entry_for, finished, key_of
 from vlexport.checkpoint.names import ModuleMapping
@@ -104,6 +104,7 @@ def forecast(spec: BuildSpec) -> Forecast:
     capability = capability_of(spec.backend, fields.dtype, fields.quantisation)
     costs = capability.costs if capability else None
     adapter = spec.checkpoint.adapter
+    expected, known = expected_build(spec.backend.name, fields.dtype, spec.scale.num_weights)
     return Forecast(
         path=path,
         adapter=(adapter.source, adapter.digest) if adapter else None,
@@ -116,7 +117,7 @@ def forecast(spec: BuildSpec) -> Forecast:
         needs=_needs(spec, costs, inputs, patches) if costs else None,
         modules=spec.recipe.module_names(spec.checkpoint),
         merges=(spec.packing.encoder_tokens(tokens), tokens),
-        seconds=build_seconds(spec.backend.name, fields.dtype, spec.scale.num_weights),
+        seconds=(sum(expected.phases.values()), known),
         device=spec.backend.memory_estimate(spec.options, spec.scale, inputs, spec.dtype),
     )
 

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect
 from dataclasses import dataclass
 
 from vlexport.bundle.user_folders import CacheFile
 
-# A demo tower took 20 s, one of 670 million weights 111 s (docs/results/opening.md).
-FIRST_SECONDS, SECONDS_PER_WEIGHT = 20.0, 0.136e-6
+# Seconds of a build's phases with onnxruntime in float32 on two cores, of towers of so many weights
+# (`python -m benchmarks.patience`).
+WEIGHTS = (200_000, 180_000_000, 670_000_000)
+SECONDS = {
+    "hash weights": (0.1, 1.0, 2.0),
+    "export": (2.0, 5.0, 12.0),
+    "build": (1.0, 4.0, 14.0),
+    "graphs": (30.0, 5.0, 0.1),
+    "check": (1.0, 2.0, 4.0),
+    "check reference": (4.0, 20.0, 40.0),
+    "store": (0.1, 1.0, 2.0),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,13 +45,36 @@ def keep(timings: Timings, *kind: str) -> None:
     _file(kind).write(json.dumps({"phases": timings.phases, "weights": timings.weights}).encode())
 
 
-def build_seconds(backend: str, dtype: str, weights: int) -> tuple[float, str]:
-    """Return how long a build will take, by the last one and the rule of thumb, and what is known of it."""
-    last, seconds = recall("build", backend, dtype), FIRST_SECONDS + SECONDS_PER_WEIGHT * weights
+def expected_build(backend: str, dtype: str, weights: int) -> tuple[Timings, str]:
+    """Return what the phases of a build will take, and what that is known from.
+
+    Known are the last build by the backend in the dtype, else by another, else the rule of thumb; a phase
+    grows with the weights as the rule's does. Graphs are compiled once a machine.
+    """
+    last, known = recall("build", backend, dtype), "the last build by this backend here"
     if last is None:
-        return seconds, "rule of thumb: two cores, onnxruntime; nothing was built with this backend here yet"
-    ratio = seconds / (FIRST_SECONDS + SECONDS_PER_WEIGHT * last.weights) if last.weights and weights else 1.0
-    return sum(last.phases.values()) * ratio, "the last build by this backend here"
+        last, known = recall("build"), "the last build here, by another backend or in another dtype"
+    rule = _rule(weights)
+    if last is None:
+        return Timings(
+            phases=rule, weights=weights
+        ), "rule of thumb: two cores, onnxruntime, no build here yet"
+    before = _rule(last.weights)
+    usual = sum(rule.values()) / sum(before.values())
+    growth = {name: rule[name] / before[name] for name in rule}
+    phases = {name: seconds * growth.get(name, usual) for name, seconds in last.phases.items()}
+    return Timings(phases={**phases, "graphs": 0.0}, weights=weights), known
+
+
+def _rule(weights: int) -> dict[str, float]:
+    """Return the seconds of the phases, by straight lines between the sizes that were measured."""
+    above = min(max(bisect(WEIGHTS, weights), 1), len(WEIGHTS) - 1)
+    low, high = WEIGHTS[above - 1], WEIGHTS[above]
+    share = (weights - low) / (high - low)
+    return {
+        name: max(times[above - 1] + share * (times[above] - times[above - 1]), 0.05)
+        for name, times in SECONDS.items()
+    }
 
 
 def _file(kind: tuple[str, ...]) -> CacheFile:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from vlexport import specs
-from vlexport._build.timings import Timings, keep, recall
+from vlexport._build.timings import Timings, expected_build, keep, recall
 from vlexport.cli.config import read_config, write_options
 from vlexport.cli.options import (
     BACKEND,
@@ -140,8 +140,7 @@ def build(
     from vlexport._build.request import request
 
     kind = ("build", options.backend, options.dtype)
-    overall = Overall(recall(*kind))
-    weights = None
+    overall, weights = Overall(recall(*kind)), None
     with phases("build", overall) as progress:
         if needs_process(options.backend, arguments["limits"]):
             from vlexport._build.build import build_limited
@@ -149,12 +148,15 @@ def build(
             built = build_limited(arguments, progress)
         else:
             spec = request(**arguments, progress=progress)
+            weights = spec.scale.num_weights
+            overall.expected = expected_build(options.backend, options.dtype, weights)[0].phases
             # Imports torch; what was given is in order by now.
             from vlexport._build.build import build_checkpoint
 
-            built, weights = build_checkpoint(spec, progress), spec.scale.num_weights
+            built = build_checkpoint(spec, progress)
     if weights is not None and not built.cached and "resume" not in (seconds := overall.finish()):
-        keep(Timings(phases=seconds, weights=weights), *kind)
+        for known in (kind, ("build",)):
+            keep(Timings(phases=seconds, weights=weights), *known)
     _show(built, as_json=as_json)
     with data_is_out():
         bundle = built.require_passed()

@@ -23,17 +23,20 @@ ProgressCall = Callable[[str, float], None]
 LINE_SECONDS = 20.0
 # Off a terminal, parts of a phase that are counted have a line for each such share of it.
 LINE_SHARE = 0.05
-EVENT_SHARE = 0.01
+EVENT_SECONDS, EVENT_SHARE = 2.0, 0.01
+# Of all that is expected, how much counts as gone as expected before it is.
+DOUBT = 0.03
 
 
 class Overall:
-    """The share of a command that is done, from the phases that it reports and what they took the last time.
+    """The share of a command that is done and the seconds left, from the phases that it reports.
 
-    Without an earlier time, each phase counts for half of what is left, so that the bar never goes back.
+    expected  what its phases will take; corrected by what those that ended took, so that one time is for all
+              of them. Without it each phase counts for half of what is left, and has its own time
     """
 
-    def __init__(self, before: Timings | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self.before = before.phases if before else {}
+    def __init__(self, expected: Timings | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.expected = expected.phases if expected else {}
         self.clock = clock
         self.started = self.entered = clock()
         self.phase, self.words, self.inside, self.done = "", "", 0.0, 0.0
@@ -51,7 +54,8 @@ class Overall:
     def _leave(self) -> None:
         now = self.clock()
         if self.phase:
-            self.done = max(self.done, self._share(1.0))
+            if not self.expected:
+                self.done += (1 - self.done) / 2
             self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + now - self.entered
         self.entered = now
 
@@ -59,34 +63,39 @@ class Overall:
         self._leave()
         return self.seconds
 
-    def _share(self, inside: float) -> float:
-        if not self.before:
-            return self.done + (1 - self.done) / 2 * inside
-        if self.phase not in self.before:
-            return self.done
-        names, seconds = list(self.before), list(self.before.values())
-        passed = sum(seconds[: names.index(self.phase)])
-        return (passed + inside * self.before[self.phase]) / (sum(seconds) or 1.0)
-
     def share(self) -> float:
-        usual = self.before.get(self.phase, 0.0)
-        inside = max(self.inside, min(0.95, (self.clock() - self.entered) / usual) if usual else 0.0)
-        return min(0.99, max(self.done, self._share(inside)))
+        """Return the share that is done, which never falls."""
+        if not self.expected:
+            return min(0.99, self.done + (1 - self.done) / 2 * self.inside)
+        elapsed = self.clock() - self.started
+        self.done = min(0.99, max(self.done, elapsed / (elapsed + self.left() or 1.0)))
+        return self.done
 
     def left(self) -> float:
         """Return the seconds left, of this phase where nothing is known about the others; 0: unknown."""
-        if not self.before:
-            elapsed = self.clock() - self.entered
+        elapsed = self.clock() - self.entered
+        if not self.expected:
             is_known = self.inside >= 0.1 or (self.inside > 0 and elapsed >= LINE_SECONDS)
             return elapsed * (1 / self.inside - 1) if is_known else 0.0
-        share, elapsed = self.share(), self.clock() - self.started
-        # Early on, the last time is a better guide than this one.
-        return (1 - share) * (elapsed / share if share > 0.2 else sum(self.before.values()))
+        # A phase that was skipped is behind; one of which nothing is known changes nothing.
+        names = list(self.expected)
+        begun = [names.index(name) for name in (*self.seconds, self.phase) if name in names]
+        later = sum(self.expected[name] for name in names[max(begun, default=-1) + 1 :])
+        usual = self.pace() * self.expected.get(self.phase, 0.0)
+        inside = max(self.inside, min(0.95, elapsed / usual)) if usual else 1.0
+        return self.pace() * later + max(usual, elapsed) * (1 - inside)
+
+    def pace(self) -> float:
+        """Return how many times as long as expected this takes, from the phases that ended."""
+        ended = {name: taken for name, taken in self.seconds.items() if name in self.expected}
+        # Short phases say little: as much weighs what is expected.
+        doubt = DOUBT * sum(self.expected.values())
+        return (sum(ended.values()) + doubt) / (sum(self.expected[name] for name in ended) + doubt or 1.0)
 
     def text(self) -> str:
         """Return share and time left."""
         left = self.left()
-        if not self.before:
+        if not self.expected:
             return f"{self.inside:.0%} of it, about {duration(left)} left" if left else ""
         return f"{self.share():.0%}, about {duration(left)} left"
 
@@ -108,14 +117,12 @@ def duration(seconds: float) -> str:
 def phases(title: str, overall: Overall | None = None) -> Iterator[ProgressCall]:
     """Show the progress of the block: a bar on a terminal, else a line for every phase and every 20 s.
 
-    With `--progress json` a line of JSON for every phase and for every hundredth.
+    With `--progress json` a line of JSON for every phase, hundredth of one, and two seconds.
     """
     overall, console = overall or Overall(), console_of(stderr=True)
-    if EVENTS.get():
-        yield _events(title, overall)
-    elif is_quiet():
+    if is_quiet() and not EVENTS.get():
         yield overall.advance
-    elif console.is_terminal and not console.is_dumb_terminal:
+    elif not EVENTS.get() and console.is_terminal and not console.is_dumb_terminal:
         bar = _bar(title, overall)
         with Live(get_renderable=bar, console=console, refresh_per_second=10, transient=True):
             UNDER_BAR.append(console)
@@ -124,21 +131,8 @@ def phases(title: str, overall: Overall | None = None) -> Iterator[ProgressCall]
             finally:
                 UNDER_BAR.remove(console)
     else:
-        with _lines(overall) as advance:
+        with _lines(title, overall) as advance:
             yield advance
-
-
-def _events(title: str, overall: Overall) -> ProgressCall:
-    shown = ("", -1.0)
-
-    def advance(phase: str, share: float) -> None:
-        nonlocal shown
-        overall.advance(phase, share)
-        if overall.phase != shown[0] or overall.share() >= shown[1] + EVENT_SHARE:
-            shown = (overall.phase, overall.share())
-            print_error(overall.event(title))
-
-    return advance
 
 
 def _bar(title: str, overall: Overall) -> Callable[[], Table]:
@@ -155,23 +149,29 @@ def _bar(title: str, overall: Overall) -> Callable[[], Table]:
 
 
 @contextmanager
-def _lines(overall: Overall) -> Iterator[ProgressCall]:
+def _lines(title: str, overall: Overall) -> Iterator[ProgressCall]:
+    is_event = EVENTS.get()
+    every, step = (EVENT_SECONDS, EVENT_SHARE) if is_event else (LINE_SECONDS, LINE_SHARE)
+
     def line() -> None:
+        if is_event:
+            print_error(overall.event(title))
+            return
         left = overall.text()
         seconds = overall.clock() - overall.started
         print_line(f"{seconds:6.1f} s  {overall.words}{f' ({left})' if left else ''}")
 
     def tick() -> None:
-        while not done.wait(LINE_SECONDS):
+        while not done.wait(every):
             line()
 
     shown = ("", 0.0)
 
     def advance(phase: str, share: float) -> None:
         nonlocal shown
-        is_new = phase != overall.words
+        is_new = is_event or phase != overall.words
         overall.advance(phase, share)
-        if is_new and (overall.phase != shown[0] or share >= shown[1] + LINE_SHARE):
+        if is_new and (overall.phase != shown[0] or share >= shown[1] + step):
             shown = (overall.phase, share)
             line()
 
