@@ -20,6 +20,7 @@ import pytest
 import torch
 from filelock import FileLock
 from PIL import Image
+from pyarrow import parquet
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -86,6 +87,34 @@ def test_shards_hold_what_one_file_holds_and_say_what_made_it(built, shelf, vide
     for record in index(Path("out")):
         assert record["sha256"] == hashlib.sha256(Path(record["source"]).read_bytes()).hexdigest()
     assert index(Path("out"))[7]["kind"] == "video"
+
+
+def test_parquet_has_the_shards_values_a_row_for_each_item(shelf, video):
+    Path("photos/0001.png").write_bytes(b"damaged")
+    words = ("--image", "photos", "--video", video, "--fps", 2, "--prune", 0.5)
+    assert shelf(*words, "--shard-items", 8, "--parquet").code == 2
+    rows = parquet.read_table("out/shard-000000.parquet").to_pylist()
+    records, shard = index(Path("out")), load_file("out/shard-000000.safetensors")
+    assert [row["source"] for row in rows] == [record["source"] for record in records]
+    assert (rows[1]["embeds"], rows[1]["error"]) == (None, records[1]["error"]["message"])
+    for row in rows[:1] + rows[2:]:
+        for column, name in (
+            (name.split(".", 2)[2], name) for name in shard if name.startswith(row["item"] + ".")
+        ):
+            assert torch.equal(torch.tensor(row[column], dtype=shard[name].dtype), shard[name])
+    before = Path("out/shard-000000.parquet").stat().st_mtime_ns
+    assert shelf(*words, "--shard-items", 8, "--parquet").code == 2
+    assert Path("out/shard-000000.parquet").stat().st_mtime_ns == before
+    photos(Path("photos"), 2)
+    assert shelf(*words, "--shard-items", 8, "--parquet").code == 0
+    assert parquet.read_table("out/shard-000000.parquet").column("error").null_count == 8
+
+
+def test_parquet_without_its_library_is_refused_before_anything_is_encoded(shelf, monkeypatch):
+    monkeypatch.setattr("vlexport.runtime.parquet.find_spec", lambda _: None)
+    ran = shelf("--image", "photos", "--parquet")
+    assert (ran.code, Path("out").exists()) == (4, False)
+    assert "pip install 'vlexport[parquet]'" in ran.err
 
 
 def test_a_run_goes_on_with_what_has_no_sound_shard(shelf):

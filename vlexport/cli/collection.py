@@ -18,7 +18,16 @@ from vlexport.cli.output import print_error, print_line, show, show_json
 from vlexport.cli.progress import phases
 from vlexport.errors import InputError, RequestError
 from vlexport.media.listing import files_of
-from vlexport.runtime.collection import INDEX, MAX_LINE_BYTES, Collection, CollectionSettings, Item, read_list
+from vlexport.runtime.collection import (
+    INDEX,
+    MAX_LINE_BYTES,
+    Collection,
+    CollectionSettings,
+    Item,
+    explained,
+    read_list,
+)
+from vlexport.runtime.parquet import require_parquet, write_parquet
 from vlexport.runtime.request import NOTHING
 from vlexport.system import shortage
 
@@ -74,6 +83,8 @@ def encode_collection(
         prune_before=media.prune_before,
         shard_items=shards.shard_items,
     )
+    if shards.parquet:
+        require_parquet()
     arguments = opening.arguments()
     usable = opening.require_usable(bundle)
     items = list_items(media, shards.media_list, without=folder)
@@ -83,6 +94,9 @@ def encode_collection(
             print_line(f"{folder}: {kept} of {collection.num_items} items are there already.")
         if collection.missing:
             _encode_missing(collection, bundle, arguments, kept)
+        for part in collection.parts() if shards.parquet else ():
+            with explained(folder):
+                write_parquet(folder / part.shard)
         _show(collection, kept, as_json=as_json)
 
 

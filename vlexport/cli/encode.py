@@ -59,8 +59,11 @@ def encode(
     if output is not None:
         if output == STDOUT and as_json:
             raise RequestError("--output - given with --json, which prints there too. Leave one of them out.")
-        if shards.media_list:
-            raise RequestError("--list given with --output; expected with --output-dir. Give that instead.")
+        for name, given in (("--list", shards.media_list), ("--parquet", shards.parquet)):
+            if given:
+                raise RequestError(
+                    f"{name} given with --output; expected with --output-dir. Give that instead."
+                )
         _encode_files(bundle, media, output, opening, trace, as_json=as_json)
         return
     if trace is not None:

@@ -254,6 +254,7 @@ class Shards:
         default=[],
     )
     shard_items: int = option("N", "Items of a shard of --output-dir.", default=256)
+    parquet: bool = flag("--parquet", "Write each shard of --output-dir as Parquet too, a row for each item.")
 
 
 def media_files(paths: Iterable[Path], *, openable: bool = False) -> list[File]:
