@@ -8,8 +8,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from inspect import signature
 from pathlib import Path
 
+from vlexport import build
 from vlexport.backends import backend_names, find_backend
 from vlexport.errors import RequestError
 from vlexport.recipe import list_recipes
@@ -51,12 +53,13 @@ def with_table(text: str) -> str:
         (f"`{card.name}`", ", ".join(f"`{name}`" for name in card.model_types) or "any other", card.summary)
         for card in list_recipes()
     ]
-    backends = []
-    for backend in map(find_backend, backend_names()):
+    backends, default = [], signature(build).parameters["backend"].default
+    for backend in map(find_backend, sorted(backend_names(), key=lambda name: name != default)):
         notes = ((each.spelled, f" ({each.note})" if each.note else "") for each in backend.capabilities)
         precisions = ", ".join(f"`{name}`{note}" for name, note in notes)
         extra = f"`vlexport[{backend.extra}]`" if backend.extra else "none"
-        backends.append((f"`{backend.name}`", precisions, extra, backend.summary))
+        name = f"`{backend.name}`{', the default' if backend.name == default else ''}"
+        backends.append((name, precisions, extra, backend.summary))
     lines = [
         *markdown(("recipe", "model types", "what it exports"), recipes),
         "",
