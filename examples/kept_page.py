@@ -12,7 +12,7 @@ import torch
 
 import vlexport
 from vlexport.media import kind_of, read_video
-from vlexport.report.overlay import Film, contact_sheet
+from vlexport.reports.overlay import Film, contact_sheet
 
 # Fonts of the reader's machine; the usual theme loads some from the network.
 LAUNCH = {"theme": gr.themes.Default(font="sans-serif", font_mono="monospace")}

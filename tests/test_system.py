@@ -25,7 +25,7 @@ from vlexport.evaluate.tasks import read_task
 from vlexport.media import read_image, read_video
 from vlexport.media.listing import files_of
 from vlexport.recipe import read_card
-from vlexport.report.compare import compare
+from vlexport.reports.compare import compare
 from vlexport.runtime.outputs import outcome_of
 from vlexport.system import check_folder, make_folder, shortage
 

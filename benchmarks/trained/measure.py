@@ -30,7 +30,7 @@ from vlexport.evaluate.answers import Run, Tally, answer_rows, compare
 from vlexport.evaluate.intervals import wilson
 from vlexport.evaluate.tasks import questions_of
 from vlexport.parity.pixels import reference_of
-from vlexport.report.sweep import Row
+from vlexport.reports.sweep import Row
 from vlexport.specs import MediaItem
 
 HERE = Path(__file__).parent

@@ -25,7 +25,7 @@ from vlexport.bundle.user_folders import DIGEST_BYTES, CacheFile, user_cache
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import ParityError, ResourceError, UnsupportedError
 from vlexport.parity.report import ParityReport, Row, exact_row
-from vlexport.report.card import CARD
+from vlexport.reports.card import CARD
 from vlexport.runtime.opening import open_engine
 from vlexport.specs import MediaBounds
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from tests.cli.lines import vlexport
 from tests.golden_data import FOLDER
 from tests.runtime.recorded import CHECKPOINT, FROM_PATCHES, TRUTHS
-from vlexport.report.overlay import contact_sheet, films_of
+from vlexport.reports.overlay import contact_sheet, films_of
 from vlexport.runtime.pipeline import load
 from vlexport.specs import Pixels
 

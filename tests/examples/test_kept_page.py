@@ -15,7 +15,7 @@ import vlexport
 from tests.media.made_videos import video
 from tests.repo.tree import ROOT, script
 from vlexport.media import read_video
-from vlexport.report.overlay import Film, contact_sheet
+from vlexport.reports.overlay import Film, contact_sheet
 
 CHECKPOINT = ROOT / "tests" / "golden" / "e2e" / "checkpoint"
 HEIGHT, WIDTH = 168, 224

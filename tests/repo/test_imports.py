@@ -26,7 +26,7 @@ ALLOWED = {
     "cli": PARTS,
     # What a machine has, what a bundle is, the demo, archives for reports of bugs.
     "tools": PARTS - {"cli"},
-    "report": PARTS - {"cli", "tools"},
+    "reports": PARTS - {"cli", "tools"},
     # Answers to questions, for the accuracy check and at every rate of pruning, and times of calls. The
     # report has tables and picture of a sweep.
     "evaluate": {
@@ -40,7 +40,7 @@ ALLOWED = {
         "positions",
         "pruning",
         "recipe",
-        "report",
+        "reports",
         "runtime",
         "specs",
         "target",
@@ -95,7 +95,7 @@ ALLOWED = {
         "parity",
         "_build.request",
         # The card of a bundle is written by its build.
-        "report",
+        "reports",
         "runtime",
         "specs",
         "target",
@@ -151,7 +151,7 @@ ALLOWED = {
         "_build.timings",
     },
     # Bundles in repositories, whose page is the card of the bundle.
-    "bundle.hub": {"bundle", "checkpoint", "parity", "report"},
+    "bundle.hub": {"bundle", "checkpoint", "parity", "reports"},
     # What commands took on this machine.
     "_build.timings": {"bundle.user_folders"},
     "_build.export": {"recipe", "_build.graph", "checkpoint", "specs", "vision"},
@@ -240,7 +240,7 @@ ALLOWED = {
     "system": set(),
 }
 
-MAY_LOOK_AT_EVERYTHING = {"vlexport", "cli", "report", "tools"}
+MAY_LOOK_AT_EVERYTHING = {"vlexport", "cli", "reports", "tools"}
 
 # Libraries that belong to one place: the prefixes of the files that may import them.
 HOMES = {
@@ -252,7 +252,7 @@ HOMES = {
     "typer": ("vlexport/cli/",),
     "click": ("vlexport/cli/",),
     "rich": ("vlexport/cli/",),
-    "matplotlib": ("vlexport/report/",),
+    "matplotlib": ("vlexport/reports/",),
     "vllm": ("vlexport/integrations/vllm/",),
     "recipes": (),
 }

@@ -60,7 +60,7 @@ from vlexport.checkpoint import Checkpoint
 from vlexport.codec import canonical, checked, encode
 from vlexport.errors import BundleError, InputError, ParityError, UnsupportedError
 from vlexport.parity.report import UNITS, report_in
-from vlexport.report.card import CARD, card, licence_of
+from vlexport.reports.card import CARD, card, licence_of
 from vlexport.specs import MediaBounds, ShapeProfile, dtype_name
 from vlexport.system import check_folder, compile_caches, give_back
 

@@ -17,7 +17,7 @@ from vlexport.checkpoint.source import download
 from vlexport.codec import MAX_BYTES
 from vlexport.errors import RequestError
 from vlexport.parity.report import report_in
-from vlexport.report.card import CARD, card, plain
+from vlexport.reports.card import CARD, card, plain
 from vlexport.system import explained, make_folder, replacing, shortage
 
 PAGE = "README.md"

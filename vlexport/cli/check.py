@@ -222,8 +222,8 @@ def report(
     from vlexport.runtime.outputs import writing
 
     opened = Bundle.open(bundle)
-    from vlexport.report.facts import read_results
-    from vlexport.report.page import page
+    from vlexport.reports.facts import read_results
+    from vlexport.reports.page import page
 
     text = page(opened, read_results(opened, bench=bench, plan=plan, sweep=sweep, overlay=overlay))
     with writing(output) as temporary:

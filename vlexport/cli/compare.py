@@ -10,8 +10,8 @@ from vlexport.cli.options import JSON, argument, flag, option
 from vlexport.cli.output import is_verbose, print_line, show, show_json, show_report, show_table
 
 if TYPE_CHECKING:
-    from vlexport.report.compare import Comparison, Difference, Nearest
-    from vlexport.report.features import ItemPair
+    from vlexport.reports.compare import Comparison, Difference, Nearest
+    from vlexport.reports.features import ItemPair
 
 # Tables of these widths fit 100 columns.
 NAME, VALUE, SHARE = 26, 32, 28
@@ -40,7 +40,7 @@ def compare(
     intervals. Embeddings: which items have the same bits. Graphs: operators by the shape of their outputs,
     inputs, outputs and weights whose counts differ.
     """
-    from vlexport.report.compare import compare as compared
+    from vlexport.reports.compare import compare as compared
 
     comparison = compared(first, second, graph=graph, allow_different=allow_different)
     if as_json:

@@ -88,7 +88,7 @@ def _encode_files(
     # For one image of up to about 4,000 patches a copy in the order that products like best does not pay.
     arguments = opening.arguments(shared_weights=len(images) == 1 and not videos)
     usable = opening.require_usable(bundle, begin=True)
-    from vlexport.report.trace import traced
+    from vlexport.reports.trace import traced
     from vlexport.runtime.outputs import provenance
     from vlexport.runtime.pipeline import load
 

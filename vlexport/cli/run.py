@@ -110,8 +110,8 @@ def run(
     request = question.request(media, sampling)
     arguments = opening.arguments(shared_weights=len(request.images) == 1 and not request.videos)
     usable = opening.require_usable(bundle, begin=True)
-    from vlexport.report.overlay import write_sheet
-    from vlexport.report.trace import traced
+    from vlexport.reports.overlay import write_sheet
+    from vlexport.reports.trace import traced
     from vlexport.runtime.pipeline import load
 
     with ExitStack() as stack:

@@ -14,7 +14,7 @@ from vlexport.cli.progress import phases
 from vlexport.errors import RequestError
 
 if TYPE_CHECKING:
-    from vlexport.report.sweep import Sweep
+    from vlexport.reports.sweep import Sweep
 
 
 @grouped

@@ -32,7 +32,7 @@ from vlexport.positions.rules import check_rate
 from vlexport.pruning.cells import RULES
 from vlexport.pruning.methods import METHODS, REQUESTED
 from vlexport.pruning.selectors import Selector
-from vlexport.report.sweep import ALL, IMAGES, VIDEOS, WHOLE, Outcome, Outcomes, Sweep, rows_of
+from vlexport.reports.sweep import ALL, IMAGES, VIDEOS, WHOLE, Outcome, Outcomes, Sweep, rows_of
 from vlexport.runtime.decoder import Language
 from vlexport.runtime.generate import AnswerGenerator, RuntimeOptions, Sampler
 from vlexport.runtime.outputs import Answer, Encoded, attempt

@@ -22,8 +22,8 @@ from vlexport.errors import RequestError
 from vlexport.parity.report import summary_of
 from vlexport.recipe import find_recipe, list_recipes
 from vlexport.recipes.demo.writing import write_checkpoint
-from vlexport.report.overlay import write_sheet
-from vlexport.report.page import page
+from vlexport.reports.overlay import write_sheet
+from vlexport.reports.page import page
 from vlexport.runtime.outputs import Answer, provenance, save
 from vlexport.runtime.pipeline import Pipeline, load
 from vlexport.runtime.request import Generation, Request

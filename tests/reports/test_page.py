@@ -15,7 +15,7 @@ import torch
 from PIL.PngImagePlugin import PngInfo
 
 from tests.bundle.examples import MANIFEST
-from tests.report.test_sweep import JUDGED, SVG
+from tests.reports.test_sweep import JUDGED, SVG
 from vlexport._build.plan import Forecast, Needs
 from vlexport.bundle import Bundle, FileRecord, Manifest, Verdict
 from vlexport.checkpoint.names import ModuleMapping
@@ -24,9 +24,9 @@ from vlexport.errors import InputError, MediaError, RequestError
 from vlexport.evaluate.bench import Contender, Timings
 from vlexport.evaluate.intervals import Interval
 from vlexport.parity.report import LayerCurve, LayerPoint, ParityReport, Row
-from vlexport.report.facts import read_results
-from vlexport.report.page import page
-from vlexport.report.sweep import Sweep, rows_of
+from vlexport.reports.facts import read_results
+from vlexport.reports.page import page
+from vlexport.reports.sweep import Sweep, rows_of
 
 MIB = 2**20
 VOID = ("meta", "br", "img")

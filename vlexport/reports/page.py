@@ -13,9 +13,9 @@ from vlexport.bundle import Bundle, Manifest, command
 from vlexport.bundle.trust import Proved
 from vlexport.codec import Json, encode
 from vlexport.parity.report import WHOLE, WORDS, ParityReport, Row, report_in
-from vlexport.report.chart import Curve, Panel, Point, draw
-from vlexport.report.facts import Contender, Planned, Results, Timed, is_of
-from vlexport.report.sweep import Sweep
+from vlexport.reports.chart import Curve, Panel, Point, draw
+from vlexport.reports.facts import Contender, Planned, Results, Timed, is_of
+from vlexport.reports.sweep import Sweep
 
 MIB = 2**20
 # Parts of a manifest's identity by the section that shows them; all others are settings.

@@ -13,7 +13,7 @@ from vlexport.errors import InputError, VlexportError
 from vlexport.evaluate.baselines import BASELINES
 from vlexport.evaluate.intervals import Estimate, means, wilson
 from vlexport.evaluate.tasks import GROUPS
-from vlexport.report.chart import Curve, Panel, Point, draw
+from vlexport.reports.chart import Curve, Panel, Point, draw
 
 # The selector of the row at rate 0, and the baseline of differences.
 WHOLE, BASELINE = "none", "random"

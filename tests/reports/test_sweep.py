@@ -10,8 +10,8 @@ import pytest
 
 from vlexport.errors import MediaError
 from vlexport.evaluate.intervals import wilson
-from vlexport.report.chart import Curve, Panel, Point, draw
-from vlexport.report.sweep import Outcome, Row, Sweep, rows_of
+from vlexport.reports.chart import Curve, Panel, Point, draw
+from vlexport.reports.sweep import Outcome, Row, Sweep, rows_of
 
 
 def outcome(right: float | None, top1: float, kl: float, ms: float, kept: int = 6) -> Outcome:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from vlexport.errors import InputError, RequestError, UnsupportedError
-from vlexport.report.overlay import (
+from vlexport.reports.overlay import (
     BAR,
     CAPTION,
     DIM,

@@ -15,7 +15,7 @@ from vlexport.evaluate.intervals import Interval
 from vlexport.system import shortage
 
 if TYPE_CHECKING:
-    from vlexport.report.sweep import Sweep
+    from vlexport.reports.sweep import Sweep
 
 T = TypeVar("T")
 # Of a picture, which the page holds whole.
@@ -163,7 +163,7 @@ def _planned(content: JsonObject, bundle: Bundle) -> Planned:
 
 
 def _swept(content: JsonObject, bundle: Bundle) -> Sweep:
-    from vlexport.report.sweep import Sweep
+    from vlexport.reports.sweep import Sweep
 
     sweep = Sweep.from_json(_only(Sweep, content))
     if sweep.digest != bundle.digest:

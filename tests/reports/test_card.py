@@ -9,12 +9,12 @@ import pytest
 from huggingface_hub import ModelCard
 
 from tests.bundle.examples import MANIFEST
-from tests.report.test_page import ROWS
+from tests.reports.test_page import ROWS
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport.bundle import CheckpointIdentity, Verdict
 from vlexport.checkpoint import Checkpoint
 from vlexport.parity.report import ParityReport
-from vlexport.report.card import card, licence_of
+from vlexport.reports.card import card, licence_of
 
 REPORT = ParityReport(rows=ROWS)
 HUB = CheckpointIdentity(source=f"org/name@{'c' * 40}", revision="c" * 40, weights="d" * 64)

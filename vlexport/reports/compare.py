@@ -13,8 +13,8 @@ from vlexport.codec import Json, JsonObject, Measure, encode, freeze_object
 from vlexport.errors import InputError, RequestError
 from vlexport.evaluate.intervals import Interval, unpaired
 from vlexport.parity.report import ParityReport, Row, Verdict, report_in
-from vlexport.report.facts import Contender, document, timed_from
-from vlexport.report.features import SUFFIXES, Features, ItemPair, pairs_of
+from vlexport.reports.facts import Contender, document, timed_from
+from vlexport.reports.features import SUFFIXES, Features, ItemPair, pairs_of
 from vlexport.system import shortage
 
 Kind = Literal["bundle", "accuracy table", "timings", "embeddings", "graphs"]
