@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from vlexport._build.graph import Graph
     from vlexport.backends import BuildLimits
     from vlexport.bundle import Bundle
+    from vlexport.bundle.hub import pull, push
     from vlexport.checkpoint import Checkpoint
     from vlexport.errors import VlexportError
     from vlexport.evaluate.answers import check
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from vlexport.parity.report import ParityReport
     from vlexport.positions.rules import PositionOptions
     from vlexport.recipe import Recipe, find_recipe
+    from vlexport.reports.compare import compare
     from vlexport.runtime.attached import attach
     from vlexport.runtime.decoder import DecoderOptions
     from vlexport.runtime.encoder import EncoderOptions
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
     from vlexport.runtime.prune import PruningOptions
     from vlexport.runtime.request import Generation, Request, RequestLimits
     from vlexport.specs import MediaBounds, MediaItem, Pixels, ShapeProfile
+    from vlexport.tools.doctor import doctor
+    from vlexport.tools.inspect import inspect
 
 __version__ = "0.1.0"
 
@@ -74,9 +78,14 @@ _HOMES = {
     "attach": "vlexport.runtime.attached",
     "build": "vlexport._build.build",
     "check": "vlexport.evaluate.answers",
+    "compare": "vlexport.reports.compare",
+    "doctor": "vlexport.tools.doctor",
     "export": "vlexport._build.export",
     "find_recipe": "vlexport.recipe",
+    "inspect": "vlexport.tools.inspect",
     "load": "vlexport.runtime.pipeline",
+    "pull": "vlexport.bundle.hub",
+    "push": "vlexport.bundle.hub",
     "sweep": "vlexport.evaluate.sweep",
 }
 
@@ -108,9 +117,14 @@ __all__ = [
     "attach",
     "build",
     "check",
+    "compare",
+    "doctor",
     "export",
     "find_recipe",
+    "inspect",
     "load",
+    "pull",
+    "push",
     "sweep",
 ]
 

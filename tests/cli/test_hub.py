@@ -54,7 +54,8 @@ def test_a_bundle_comes_back_as_it_went_with_a_card(built, tmp_path):
 
 
 def test_a_strangers_bundle_is_placed_and_not_opened_before_it_is_approved(repository, tmp_path):
-    path, digest = hub.pull(str(repository), tmp_path / "mine")
+    pulled = hub.pull(str(repository), output_dir=tmp_path / "mine")
+    path, digest = pulled.bundle, pulled.digest
     assert not Trust.of().knows(digest)
     with pytest.raises(UntrustedError):
         Bundle.open(path)
@@ -71,7 +72,7 @@ def test_what_is_pushed_and_pulled_is_for_whom_the_umask_lets_read_it(built, mas
     try:
         place.chmod(0o755)
         hub.push(Bundle.open(built), str(place / "pushed"))
-        hub.pull(str(place / "pushed"), place / "pulled")
+        hub.pull(str(place / "pushed"), output_dir=place / "pulled")
         for folder in ("pushed", "pulled"):
             words = ["find", str(place / folder), "-type", "f", "-exec", "cat", "{}", "+"]
             done = subprocess.run(words, user=65534, group=65534, capture_output=True, check=False)
@@ -93,7 +94,7 @@ def test_what_a_killed_pull_leaves_is_what_rm_removes(repository, tmp_path, monk
     monkeypatch.setattr(hub, "copy_payload", lambda *_, **__: os._exit(9))
     child = os.fork()
     if child == 0:
-        hub.pull(str(repository), tmp_path / "mine")
+        hub.pull(str(repository), output_dir=tmp_path / "mine")
     os.waitpid(child, 0)
     assert len(list((tmp_path / "mine").iterdir())) == 1
     assert vlexport("bundles", "rm", "--unfinished", "-o", tmp_path / "mine").code == 0
@@ -117,7 +118,7 @@ def spoil(folder, how):
 def test_a_spoilt_bundle_leaves_nothing_behind(repository, tmp_path, how):
     spoil(repository / "entry", how)
     with pytest.raises((BundleError, OSError)):
-        hub.pull(str(repository), tmp_path / "mine")
+        hub.pull(str(repository), output_dir=tmp_path / "mine")
     assert list((tmp_path / "mine").iterdir()) == []
 
 
@@ -125,13 +126,13 @@ def test_what_is_no_repository_or_has_several_bundles_is_refused(repository, tmp
     (tmp_path / "empty").mkdir()
     for source, words in ((tmp_path / "empty", "0 bundles there"), ("nowhere", "org/name on the Hub")):
         with pytest.raises(RequestError, match=words):
-            hub.pull(str(source), tmp_path / "mine")
+            hub.pull(str(source), output_dir=tmp_path / "mine")
     shutil.copytree(repository / "entry", repository / "second")
     with pytest.raises(RequestError, match=r"2 bundles there.*It has: entry, second"):
-        hub.pull(str(repository), tmp_path / "mine")
-    assert hub.pull(str(repository), tmp_path / "mine", name="second")[0].name == "second"
+        hub.pull(str(repository), output_dir=tmp_path / "mine")
+    assert hub.pull(str(repository), output_dir=tmp_path / "mine", name="second").bundle.name == "second"
     with pytest.raises(RequestError, match="no bundle 'third'"):
-        hub.pull(str(repository), tmp_path / "mine", name="third")
+        hub.pull(str(repository), output_dir=tmp_path / "mine", name="third")
 
 
 def test_the_hub_is_read_at_one_commit_and_given_a_folder_and_a_card(
@@ -146,7 +147,7 @@ def test_the_hub_is_read_at_one_commit_and_given_a_folder_and_a_card(
         return str(folder)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    path, _ = hub.pull("org/name@v1", tmp_path / "mine")
+    path = hub.pull("org/name@v1", output_dir=tmp_path / "mine").bundle
     assert path == tmp_path / "mine" / "entry"
     named = Manifest.parse((repository / "entry" / "manifest.json").read_bytes()).files
     wanted = ["entry/manifest.json", *(f"entry/{name}" for name in named)]

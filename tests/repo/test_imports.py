@@ -151,7 +151,7 @@ ALLOWED = {
         "_build.timings",
     },
     # Bundles in repositories, whose page is the card of the bundle.
-    "bundle.hub": {"bundle", "checkpoint", "parity", "reports"},
+    "bundle.hub": {"backends", "bundle", "checkpoint", "parity", "reports"},
     # What commands took on this machine.
     "_build.timings": {"bundle.user_folders"},
     "_build.export": {"recipe", "_build.graph", "checkpoint", "specs", "vision"},

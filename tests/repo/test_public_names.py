@@ -33,9 +33,14 @@ PUBLIC = {
     "attach": "vlexport.runtime.attached",
     "build": "vlexport._build.build",
     "check": "vlexport.evaluate.answers",
+    "compare": "vlexport.reports.compare",
+    "doctor": "vlexport.tools.doctor",
     "export": "vlexport._build.export",
     "find_recipe": "vlexport.recipe",
+    "inspect": "vlexport.tools.inspect",
     "load": "vlexport.runtime.pipeline",
+    "pull": "vlexport.bundle.hub",
+    "push": "vlexport.bundle.hub",
     "sweep": "vlexport.evaluate.sweep",
 }
 

@@ -8,13 +8,15 @@ import shlex
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+from vlexport.backends import Progress, log_progress
 from vlexport.bundle import MANIFEST_NAME, Bundle, Manifest
 from vlexport.bundle.files import check_listing, copy_payload, fix, read_file
 from vlexport.bundle.store import working_folder
 from vlexport.checkpoint.source import download
-from vlexport.codec import MAX_BYTES
+from vlexport.codec import MAX_BYTES, encode
 from vlexport.errors import RequestError
 from vlexport.parity.report import report_in
 from vlexport.reports.card import CARD, card, plain
@@ -23,13 +25,43 @@ from vlexport.system import explained, make_folder, replacing, shortage
 PAGE = "README.md"
 
 
-def push(bundle: Bundle, target: str) -> str:
-    """Copy a verified bundle into a repository, with its card as the page; return where it is.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pushed:
+    """A bundle in a repository: where it is, and the digest to publish."""
+
+    place: str
+    digest: str
+
+    def to_json(self) -> dict[str, object]:
+        return {**encode(self)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pulled:
+    """A bundle out of a repository; it opens once its digest is trusted."""
+
+    bundle: Path
+    digest: str
+    trusted: bool
+
+    def to_json(self) -> dict[str, object]:
+        return {**encode(self)}
+
+
+def push(bundle: Bundle | str | Path, target: str, *, progress: Progress = log_progress) -> Pushed:
+    """Copy a verified bundle into a repository, with its card as the page.
 
     target  `org/name` on the Hub, made private where it does not exist; or the path of a folder (`./name`)
 
-        push(Bundle.open("engines/BUNDLE"), "org/name")
+        vlexport.push("engines/BUNDLE", "org/name").digest
     """
+    progress("verify", 0.0)
+    opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
+    progress("copy", 0.0)
+    return Pushed(place=_copy_to(opened, target), digest=opened.digest)
+
+
+def _copy_to(bundle: Bundle, target: str) -> str:
     name = bundle.path.resolve().name
     if (root := _local(target)) is not None:
         make_folder(root)
@@ -46,17 +78,22 @@ def push(bundle: Bundle, target: str) -> str:
 
 def pull(
     source: str,
-    into: Path,
-    *,
     name: str | None = None,
-    user_data: Path | None = None,
-) -> tuple[Path, str]:
-    """Copy a bundle out of a repository, every byte as in its manifest; return its path and digest.
+    *,
+    output_dir: str | Path = "engines",
+    progress: Progress = log_progress,
+) -> Pulled:
+    """Copy a bundle out of a repository, every byte as in its manifest.
 
     Nothing of it is loaded or run. It is opened only where its digest is trusted.
     source  as for `push`, on the Hub with `@revision`
     name    of several bundles in a repository
+
+        pulled = vlexport.pull("org/name")
+        vlexport.load(pulled.bundle, trust=DIGEST_THAT_ITS_BUILDER_PUBLISHED)
     """
+    progress("copy", 0.0)
+    into = Path(output_dir)
     make_folder(into)
     with _fetched(source, name, into) as (root, folder):
         raw = read_file(root / folder, MANIFEST_NAME, MAX_BYTES)
@@ -64,11 +101,11 @@ def pull(
         path = into / folder
         if not path.exists():
             _copy(root / folder, manifest, raw, path)
-        elif Bundle.inspect(path, user_data=user_data).digest != digest:
+        elif Bundle.inspect(path).digest != digest:
             raise RequestError(
                 f"{path}: another bundle of this name is there. Move it, or give another folder."
             )
-    return path, digest
+    return Pulled(bundle=path, digest=digest, trusted=Bundle.inspect(path).trusted)
 
 
 def _page(bundle: Bundle, name: str, target: str) -> str:

@@ -158,9 +158,9 @@ def inspect(
     as_json: bool = JSON,
 ) -> None:
     """Describe a bundle or a checkpoint without loading it."""
-    from vlexport.tools.inspect import describe
+    from vlexport.tools.inspect import inspect as described
 
-    facts = describe(source)
+    facts = described(source)
     if as_json:
         show_json("inspect", facts)
         return

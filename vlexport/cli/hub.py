@@ -19,18 +19,15 @@ def push(
 
     The card has provenance, accuracy, digest and a note on the licence. New repositories are private.
     """
-    from vlexport.bundle import Bundle, hub
+    from vlexport.bundle import hub
 
     with phases("push") as progress:
-        progress("verify", 0.0)
-        opened = Bundle.open(bundle)
-        progress("copy", 0.0)
-        place = hub.push(opened, target)
+        pushed = hub.push(bundle, target, progress=progress)
     if as_json:
-        show_json("push", {"place": place, "digest": opened.digest})
+        show_json("push", pushed.to_json())
         return
-    print_line(f"digest {opened.digest}")
-    show(place)
+    print_line(f"digest {pushed.digest}")
+    show(pushed.place)
 
 
 def pull(
@@ -43,19 +40,17 @@ def pull(
 
     Nothing is run. The bundle is used only once its digest is approved: `vlexport trust`.
     """
-    from vlexport.bundle import Bundle, hub
+    from vlexport.bundle import hub
 
     with phases("pull") as progress:
-        progress("copy", 0.0)
-        path, digest = hub.pull(source, output_dir, name=name)
-    inspected = Bundle.inspect(path)
+        pulled = hub.pull(source, name, output_dir=output_dir, progress=progress)
     if as_json:
-        show_json("pull", {"bundle": str(path), "digest": digest, "trusted": inspected.trusted})
+        show_json("pull", pulled.to_json())
         return
-    if not inspected.trusted:
-        approve = shlex.join(["vlexport", "trust", str(path), digest])
+    if not pulled.trusted:
+        approve = shlex.join(["vlexport", "trust", str(pulled.bundle), pulled.digest])
         print_line(
-            f"not approved: an engine is a program. If {digest} is the digest that its builder published: "
-            f"{approve}"
+            f"not approved: an engine is a program. If {pulled.digest} is the digest that its builder "
+            f"published: {approve}"
         )
-    show(str(path))
+    show(str(pulled.bundle))

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vlexport.cli.options import BACKEND, BUNDLES_DIR, JSON, argument, flag, option
 from vlexport.cli.output import data_is_out, show, show_json, show_table
 from vlexport.cli.progress import phases
 from vlexport.errors import MisfitError
-
-if TYPE_CHECKING:
-    from vlexport.backends import Backend
 
 
 def list_(
@@ -49,21 +46,6 @@ def _show_tried(tried: Mapping[str, Any]) -> None:
     show_table(("model type", version, "own recipe", "generic recipe"), rows)
 
 
-def _backend_json(backend: Backend) -> dict[str, object]:
-    return {
-        "name": backend.name,
-        "dtypes": [
-            capability.dtype for capability in backend.capabilities if capability.quantisation is None
-        ],
-        "extra": backend.extra,
-        "quantise": [
-            capability.quantisation.name for capability in backend.capabilities if capability.quantisation
-        ],
-        "summary": backend.summary,
-        "missing": backend.missing(),
-    }
-
-
 def explain(
     code: str | None = argument("CODE", "Code of an error or of a row of the accuracy check.", default=None),
     as_json: bool = JSON,
@@ -97,24 +79,22 @@ def doctor(
     deep: bool = flag("--deep", "Compare pixels, positions and pruning with stored values too (seconds)."),
 ) -> None:
     """Check libraries, hardware and backends, and list their precisions."""
-    from vlexport.backends import backend_names, find_backend
-    from vlexport.tools.doctor import examine
+    from vlexport.tools.doctor import doctor as examined
 
-    findings, backends = examine(deep=deep), [find_backend(name) for name in backend_names()]
+    diagnosis = examined(deep=deep)
     if as_json:
-        show_json("doctor", {"findings": findings, "backends": list(map(_backend_json, backends))})
+        show_json("doctor", diagnosis.to_json())
     else:
-        show_table(("check", "state", "found", "do"), [finding.row() for finding in findings])
+        show_table(("check", "state", "found", "do"), [finding.row() for finding in diagnosis.findings])
         show_table(
             ("backend", "precision", "summary"),
             [
                 (backend.name, ", ".join(cap.spelled for cap in backend.capabilities), backend.summary)
-                for backend in backends
+                for backend in diagnosis.backends
             ],
         )
-    broken = [finding.name for finding in findings if finding.state == "broken"]
     with data_is_out():
-        if broken:
+        if broken := diagnosis.broken:
             raise MisfitError(f"not fit for use: {', '.join(broken)}. See the last column of the table.")
 
 

@@ -21,6 +21,7 @@ from packaging.version import Version
 
 from vlexport._build.aoti import compiler
 from vlexport.backends import Backend, backend_names, find_backend
+from vlexport.codec import encode
 from vlexport.errors import UNEXPECTED, VlexportError
 
 State = Literal["fine", "note", "broken"]
@@ -56,6 +57,46 @@ class Finding:
 
     def row(self) -> tuple[str, str, str, str]:
         return (self.name, self.state, self.found, self.advice)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Diagnosis:
+    """Findings about this machine, and the backends that are known, usable or not."""
+
+    findings: list[Finding]
+    backends: list[Backend]
+
+    @property
+    def broken(self) -> list[str]:
+        return [finding.name for finding in self.findings if finding.state == "broken"]
+
+    def to_json(self) -> dict[str, object]:
+        return {"findings": encode(self.findings), "backends": list(map(_backend_json, self.backends))}
+
+
+def _backend_json(backend: Backend) -> dict[str, object]:
+    return {
+        "name": backend.name,
+        "dtypes": [
+            capability.dtype for capability in backend.capabilities if capability.quantisation is None
+        ],
+        "extra": backend.extra,
+        "quantise": [
+            capability.quantisation.name for capability in backend.capabilities if capability.quantisation
+        ],
+        "summary": backend.summary,
+        "missing": backend.missing(),
+    }
+
+
+def doctor(*, deep: bool = False) -> Diagnosis:
+    """Check libraries, hardware and backends.
+
+    deep  compare pixels, positions and pruning with stored values too (seconds)
+
+        vlexport.doctor().broken
+    """
+    return Diagnosis(findings=examine(deep=deep), backends=[find_backend(name) for name in backend_names()])
 
 
 def _judged(name: str, result: str, advice: str, *, fine: bool, otherwise: State = "note") -> Finding:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypedDict, cast
 
 from vlexport.bundle import MANIFEST_NAME, NETWORK_NAME, Bundle, Inspection, command
 from vlexport.checkpoint import Checkpoint
@@ -17,15 +18,64 @@ from vlexport.recipe import RecipeCard, card_for, tried_classes
 KNOWN_ELSEWHERE = ("findings", "library", "targets", "version")
 
 
-def describe(source: str) -> dict[str, object]:
-    """Describe a bundle or a checkpoint; of foreign, newer or damaged bundles as much as is readable."""
+class BundleFacts(TypedDict, total=False):
+    """Facts about a bundle: the fields of a manifest as they stand there, whatever a foreign one holds."""
+
+    kind: str
+    path: str
+    digest: str
+    trusted: bool
+    problem: str | None
+    contents: str
+    parity: str | None
+    summary: str | None
+    recipe: Json
+    checkpoint: Json
+    precision: Json
+    attention_form: Json
+    position_rule: Json
+    graphs: Json
+    profile: Json
+    target: Json
+    inputs: Json
+    outputs: Json
+    versions: Json
+    created: Json
+    forms: dict[str, str]
+    files: dict[str, Json]
+    network: dict[str, Json]
+
+
+class CheckpointFacts(TypedDict):
+    """Facts about a checkpoint, from its config and the names of its tensors."""
+
+    kind: str
+    path: str
+    revision: str | None
+    model_type: str
+    recipe: str | None
+    problem: str | None
+    modules: dict[str, Json]
+    remote_code: list[str]
+    quantised: str | None
+    tensors: int
+    tensors_by_prefix: dict[str, int]
+
+
+def inspect(source: str | Path) -> BundleFacts | CheckpointFacts:
+    """Describe a bundle or a checkpoint; of foreign, newer or damaged bundles as much as is readable.
+
+    Nothing is loaded or run, and nothing has to be trusted.
+
+        vlexport.inspect("engines/BUNDLE")["digest"]
+    """
     path = Path(source)
     if (path / MANIFEST_NAME).exists():
         return _bundle(Bundle.inspect(path))
     return _checkpoint(Checkpoint.open(source))
 
 
-def _bundle(inspection: Inspection) -> dict[str, object]:
+def _bundle(inspection: Inspection) -> BundleFacts:
     parts = inspection.content
     parity = parts.get("parity")
     status = parity.get("status") if isinstance(parity, Mapping) else None
@@ -57,7 +107,7 @@ def _bundle(inspection: Inspection) -> dict[str, object]:
     if isinstance(files, Mapping):
         sizes = {name: record.get("size") for name, record in files.items() if isinstance(record, Mapping)}
         summary["files"] = sizes
-    return summary | _network(inspection)
+    return cast("BundleFacts", encode(summary | _network(inspection)))
 
 
 def _accuracy(inspection: Inspection) -> str | None:
@@ -82,7 +132,7 @@ def _network(inspection: Inspection) -> dict[str, object]:
     return {"network": {name: value for name, value in stored.items() if name not in KNOWN_ELSEWHERE}}
 
 
-def _checkpoint(checkpoint: Checkpoint) -> dict[str, object]:
+def _checkpoint(checkpoint: Checkpoint) -> CheckpointFacts:
     card = card_for(checkpoint.model_type)
     exporting = {row["model_type"] for row in tried_classes()["classes"] if row["exports"]}
     recipe = card.name if card else "generic" if checkpoint.model_type in exporting else None
