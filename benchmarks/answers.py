@@ -49,10 +49,10 @@ def _answered(
     with quiet():
         place = write_tower(folder / "checkpoint", recipe, plan.size, plan.decoder, plan.seed)
         checkpoint = Checkpoint.open(place)
-        wanted = request(checkpoint, recipe=recipe, backend=plan.asked_backend, into=folder / "engines")
+        wanted = request(checkpoint, recipe=recipe, backend=plan.asked_backend, output_dir=folder / "engines")
         bundle = build_checkpoint(wanted).require_passed()
         options = Options(threads=threads)
-        with load(bundle.path, decoder=checkpoint, options=options, runtime=NOTHING_KEPT) as pipeline:
+        with load(bundle.path, checkpoint=checkpoint, options=options, runtime=NOTHING_KEPT) as pipeline:
             return [measure(pipeline, question, plan.seed) for question in questions]
 
 

@@ -135,7 +135,7 @@ def _fit(config: Any) -> None:
 
 def build(folder: Path, recipe: str | None = None, backend: str = "onnxruntime") -> Bundle:
     """Build the checkpoint in a folder."""
-    spec = request(Checkpoint.open(folder), recipe=recipe, backend=backend, into=folder / "engines")
+    spec = request(Checkpoint.open(folder), recipe=recipe, backend=backend, output_dir=folder / "engines")
     built = build_checkpoint(spec, lambda *_: None)
     built.require_passed()
     return built.bundle
@@ -151,7 +151,7 @@ def owner_of(model: Any) -> Any:
 def config_of(model: Any) -> Any:
     """Return what the generic recipe finds that a model's class takes."""
     checkpoint, place = Checkpoint.open(model.name_or_path), Path(model.name_or_path)
-    return request(checkpoint, recipe="generic", backend="eager", into=place / "engines").config
+    return request(checkpoint, recipe="generic", backend="eager", output_dir=place / "engines").config
 
 
 def pictures_of(

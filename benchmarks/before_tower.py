@@ -122,9 +122,11 @@ def main(arguments: Sequence[str]) -> None:
     media |= {path.stem: (page_of(path), PAGES) for path in given.pages}
     timed, asked = [], []
     for backend in BACKENDS:
-        spec = request(source, recipe=recipe, backend=backend, selector=RULES, into=given.folder / "engines")
+        spec = request(
+            source, recipe=recipe, backend=backend, selector=RULES, output_dir=given.folder / "engines"
+        )
         bundle = build_checkpoint(spec).require_passed()
-        with load(bundle.path, decoder=source, options=options, runtime=NOTHING_KEPT) as pipeline:
+        with load(bundle.path, checkpoint=source, options=options, runtime=NOTHING_KEPT) as pipeline:
             for name, (pixels, rules) in media.items():
                 timed += [(backend, name, *line) for line in calls(pipeline, pixels, rules, given.rounds)]
             asked += [(backend, *line) for line in answers(pipeline, given.rounds)]

@@ -340,7 +340,7 @@ def tried(model_type: str, folder: Path) -> dict[str, object]:
         with limited(SECONDS):
             checkpoint = Checkpoint.open(write_checkpoint(model_type, folder / model_type))
             step = "class"
-            spec = request(checkpoint, recipe="generic", backend="onnxruntime", into=folder / "engines")
+            spec = request(checkpoint, recipe="generic", backend="onnxruntime", output_dir=folder / "engines")
             step = "build"
             built = build_checkpoint(spec, lambda *_: None)
             bundle, rows_of = built.bundle, ParityReport.from_json(built.bundle.verdict.table).rows

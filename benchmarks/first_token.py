@@ -59,10 +59,10 @@ for line in sys.stdin:
     tower, dtype, frames, side = job["tower"], job["dtype"], job["frames"], job["side"]
     if (tower, dtype) not in open_for:
         options = Options(threads=threads)
-        bundle = vlexport.build(checkpoint, backends[tower], dtype=tower, into=folder, options=options)
+        bundle = vlexport.build(checkpoint, backends[tower], dtype=tower, output_dir=folder, options=options)
         runtime = RuntimeOptions(encoder=kept, decoder=DecoderOptions(dtype=dtype))
         decoder = decoders.get(dtype, checkpoint)
-        pipeline = vlexport.load(bundle, decoder=decoder, options=options, runtime=runtime)
+        pipeline = vlexport.load(bundle, checkpoint=decoder, options=options, runtime=runtime)
         open_for[tower, dtype], decoders[dtype] = pipeline, pipeline.language
     if frames not in clips:
         random = torch.Generator().manual_seed(0)

@@ -28,7 +28,7 @@ RECIPES = ("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "nemotron_vl", "minicpmv", "kim
 # Every pair that runs on a processor.
 PRECISIONS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "eager": ((), ("--dtype", "bfloat16")),
-    "onnxruntime": ((), ("--quantize", "int8"), ("--input", "uint8")),
+    "onnxruntime": ((), ("--quantize", "int8"), ("--input-dtype", "uint8")),
     "openvino": ((), ("--quantize", "int8")),
     "inductor": ((),),
     "tensorrt_rtx": (("--dtype", "float16", "--targets", "sm89", "--profile", "thumbnail"),),

@@ -198,7 +198,7 @@ def openings(rounds: int) -> dict[str, list[float]]:
         bundles = {}
         for name, cxx in (("compiled", os.environ.get("CXX", "g++")), ("eager", "/nowhere")):
             with patch.dict(os.environ, {"CXX": cxx}):
-                spec = request(source, backend="onnxruntime", into=Path(place) / name)
+                spec = request(source, backend="onnxruntime", output_dir=Path(place) / name)
                 bundles[name] = build_checkpoint(spec).require_passed().path
         found: dict[str, list[float]] = {name: [] for name in bundles}
         for index in range(rounds):

@@ -85,7 +85,7 @@ def measure(place: Path, size: str, rounds: int) -> tuple[Samples, Mapping[str, 
     source = write_tower(place / "tower", default_recipe(), *SIZES[size])
     checkpoint = Checkpoint.open(source)
     bundles = {
-        backend: build_checkpoint(request(checkpoint, backend=backend, into=place / "engines"))
+        backend: build_checkpoint(request(checkpoint, backend=backend, output_dir=place / "engines"))
         .require_passed()
         .path
         for backend in BACKENDS
@@ -132,7 +132,9 @@ def measure_choices(place: Path, size: str, rounds: int) -> Mapping[str, tuple[i
     from vllm import LLM, SamplingParams  # noqa: TID251  no part of the package
 
     source = write_tower(place / "tower", default_recipe(), *SIZES[size])
-    built = build_checkpoint(request(Checkpoint.open(source), backend=BACKENDS[0], into=place / "engines"))
+    built = build_checkpoint(
+        request(Checkpoint.open(source), backend=BACKENDS[0], output_dir=place / "engines")
+    )
     model = LLM(
         str(source),
         dtype="float32",

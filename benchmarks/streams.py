@@ -116,9 +116,9 @@ def main(arguments: Sequence[str]) -> None:
     torch.set_num_threads(threads)
     recipe, options = default_recipe(), Options(threads=threads)
     source = Checkpoint.open(write_tower(given.folder / "checkpoint", recipe, FULL.size, FULL.decoder))
-    spec = request(source, recipe=recipe, backend=BACKEND, into=given.folder / "engines")
+    spec = request(source, recipe=recipe, backend=BACKEND, output_dir=given.folder / "engines")
     bundle = build_checkpoint(spec).require_passed()
-    with load(bundle.path, decoder=source, options=options, runtime=NOTHING_KEPT) as pipeline:
+    with load(bundle.path, checkpoint=source, options=options, runtime=NOTHING_KEPT) as pipeline:
         grown, begun = pairs(pipeline), first_tokens(pipeline, given.rounds)
     tower = f"{BACKEND}, tower of width {FULL.size.width}, depth {FULL.size.depth}, float32"
     about = f"{tower}, {threads} threads, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}."

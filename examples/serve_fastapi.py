@@ -23,7 +23,7 @@ FINISHED = {"end": "stop", "stop": "stop", "length": "length"}
 @asynccontextmanager
 async def opened(app):
     app.state.model = Path(os.environ["BUNDLE"]).name
-    with vlexport.load(os.environ["BUNDLE"], decoder=os.environ["CHECKPOINT"]) as app.state.pipeline:
+    with vlexport.load(os.environ["BUNDLE"], checkpoint=os.environ["CHECKPOINT"]) as app.state.pipeline:
         yield
 
 

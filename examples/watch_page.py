@@ -207,5 +207,5 @@ if __name__ == "__main__":
     import uvicorn
 
     clip = read_video(sys.argv[3], fps=SHOWN) if sys.argv[3:] else None
-    with vlexport.load(sys.argv[1], decoder=sys.argv[2]) as opened:
+    with vlexport.load(sys.argv[1], checkpoint=sys.argv[2]) as opened:
         uvicorn.run(app_of(opened, clip), host="127.0.0.1", port=8000)

@@ -37,7 +37,7 @@ def main(bundle, checkpoint, camera="0"):
     capture, ended = cv2.VideoCapture(int(camera) if camera.isdigit() else camera), threading.Event()
     if not capture.isOpened():
         sys.exit(f"camera {camera}: not opened. Name another one, or the path of a film.")
-    with vlexport.load(bundle, decoder=checkpoint) as pipeline, pipeline.watch(**OPTIONS) as stream:
+    with vlexport.load(bundle, checkpoint=checkpoint) as pipeline, pipeline.watch(**OPTIONS) as stream:
         threading.Thread(target=ask, args=(stream, ended), daemon=True).start()
         while not ended.is_set():
             is_there, frame = capture.read()

@@ -5,7 +5,7 @@
     bundle = build(graph, backend, ...)              an engine in a folder, checked
     report = check(bundle, against=checkpoint)       the accuracy check again
     pipeline = load(path)                            an engine that runs
-    sweep(path, decoder=checkpoint, task=file)       what pruning costs
+    sweep(path, checkpoint=checkpoint, task=file)       what pruning costs
 
 Public names are loaded on first use, so importing this package loads no torch.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vlexport._build.build import build
     from vlexport._build.export import export
     from vlexport._build.graph import Graph
-    from vlexport.backends import BuildLimits
+    from vlexport._build.request import plan
     from vlexport.bundle import Bundle
     from vlexport.bundle.hub import pull, push
     from vlexport.checkpoint import Checkpoint
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from vlexport.runtime.pipeline import Pipeline, load
     from vlexport.runtime.prune import PruningOptions
     from vlexport.runtime.request import Generation, Request, RequestLimits
-    from vlexport.specs import MediaBounds, MediaItem, Pixels, ShapeProfile
+    from vlexport.specs import MediaItem, Pixels, ShapeProfile
     from vlexport.tools.doctor import doctor
     from vlexport.tools.inspect import inspect
 
@@ -53,7 +53,6 @@ if not Path(__file__).with_name("recipes").is_dir() and (_CHECKOUT / "recipes" /
 
 _HOMES = {
     "Answer": "vlexport.runtime.outputs",
-    "BuildLimits": "vlexport.backends",
     "Bundle": "vlexport.bundle",
     "Checkpoint": "vlexport.checkpoint",
     "DecoderOptions": "vlexport.runtime.decoder",
@@ -61,7 +60,6 @@ _HOMES = {
     "EncoderOptions": "vlexport.runtime.encoder",
     "Generation": "vlexport.runtime.request",
     "Graph": "vlexport._build.graph",
-    "MediaBounds": "vlexport.specs",
     "MediaItem": "vlexport.specs",
     "MediaLimits": "vlexport.media.limits",
     "ParityReport": "vlexport.parity.report",
@@ -84,6 +82,7 @@ _HOMES = {
     "find_recipe": "vlexport.recipe",
     "inspect": "vlexport.tools.inspect",
     "load": "vlexport.runtime.pipeline",
+    "plan": "vlexport._build.request",
     "pull": "vlexport.bundle.hub",
     "push": "vlexport.bundle.hub",
     "sweep": "vlexport.evaluate.sweep",
@@ -91,7 +90,6 @@ _HOMES = {
 
 __all__ = [
     "Answer",
-    "BuildLimits",
     "Bundle",
     "Checkpoint",
     "DecoderOptions",
@@ -99,7 +97,6 @@ __all__ = [
     "EncoderOptions",
     "Generation",
     "Graph",
-    "MediaBounds",
     "MediaItem",
     "MediaLimits",
     "ParityReport",
@@ -123,6 +120,7 @@ __all__ = [
     "find_recipe",
     "inspect",
     "load",
+    "plan",
     "pull",
     "push",
     "sweep",

@@ -146,7 +146,7 @@ def bundles(run: Run) -> Iterator[Row]:
             yield skipped(name, missing)
             continue
         started = time.perf_counter()
-        spec = request(checkpoint, backend=backend, dtype=dtype, into=run.work / "engines")
+        spec = request(checkpoint, backend=backend, dtype=dtype, output_dir=run.work / "engines")
         status = build_checkpoint(spec).bundle.manifest.parity.status
         yield {"name": name, "parity": status, "seconds": time.perf_counter() - started}
         if status != "passed":
@@ -389,7 +389,7 @@ def soak(run: Run) -> Iterator[Row]:
     from vlexport.runtime.pipeline import load
 
     backend, dtype = ("cudagraphs", "bfloat16") if run.device.name == "cuda" else ("eager", "float32")
-    spec = request(Checkpoint.open(CHECKPOINT), backend=backend, dtype=dtype, into=run.work / "engines")
+    spec = request(Checkpoint.open(CHECKPOINT), backend=backend, dtype=dtype, output_dir=run.work / "engines")
     bundle = build_checkpoint(spec).require_passed()
     options = RuntimeOptions(
         decoder=DecoderOptions(device=run.device.name),
@@ -397,7 +397,7 @@ def soak(run: Run) -> Iterator[Row]:
     )
     names = ("evs_q50_tall_fps1", "two_images", "evs_image_then_video", "video_fps4")
     seconds, held = [], []
-    with load(bundle.path, decoder=CHECKPOINT, runtime=options) as pipeline:
+    with load(bundle.path, checkpoint=CHECKPOINT, runtime=options) as pipeline:
         for number in range(run.sizes.answers):
             one = recorded(names[number % len(names)])
             started = time.perf_counter()

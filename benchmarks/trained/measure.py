@@ -88,11 +88,11 @@ def precisions(
                     backend=backend.name,
                     dtype=each.dtype,
                     quantize=quantise,
-                    into=Path(place) / "engines",
+                    output_dir=Path(place) / "engines",
                 )
                 bundle = build_checkpoint(spec).bundle
                 # The check of a refused engine stops before answers, which are what is measured here.
-                with vlexport.load(bundle, decoder=spec.checkpoint, allow_failed=True) as pipeline:
+                with vlexport.load(bundle, checkpoint=spec.checkpoint, allow_failed=True) as pipeline:
                     answers = answer_rows(pipeline, spec, questions_of(task))
                 rows = [{**encode(row), "verdict": row.verdict} for row in answers]
                 found.append(
@@ -112,7 +112,7 @@ def noise(folders: Sequence[Path], count: int, show: Show) -> list[dict[str, Any
     found = []
     with tempfile.TemporaryDirectory() as place:
         questions = questions_of(write_task(Path(place) / "task", count, HELD_OUT_SEED))
-        spec = request(Checkpoint.open(folders[0]), backend="eager", into=Path(place) / "engines")
+        spec = request(Checkpoint.open(folders[0]), backend="eager", output_dir=Path(place) / "engines")
         bundle = build_checkpoint(spec).require_passed()
         reference = reference_of(spec)
         draw = torch.Generator().manual_seed(0)
@@ -129,7 +129,7 @@ def noise(folders: Sequence[Path], count: int, show: Show) -> list[dict[str, Any
         sides: dict[str, Run] = {"reference": reference.run}
         sides |= {str(share): functools.partial(noisy, share) for share in NOISE}
         tallies = {name: Tally() for name in sides}
-        with vlexport.load(bundle, decoder=folders[0]) as pipeline:
+        with vlexport.load(bundle, checkpoint=folders[0]) as pipeline:
             for question in questions:
                 compare(pipeline.require_generator(), question, sides, tallies)
     for name, tally in tallies.items():
@@ -145,9 +145,9 @@ def pruning(folders: Sequence[Path], count: int, show: Show) -> dict[str, Any]:
     """Sweep over selectors before the tower and after it, with the engine that every machine has."""
     with tempfile.TemporaryDirectory() as place:
         task = write_task(Path(place) / "task", count, HELD_OUT_SEED)
-        bundle = vlexport.build(folders[0], into=Path(place) / "engines", selector=COMPILED)
+        bundle = vlexport.build(folders[0], output_dir=Path(place) / "engines", selector=COMPILED)
         settings = {"selectors": SELECTORS, "rates": RATES, "seeds": DRAWS, "max_new_tokens": 6}
-        found = vlexport.sweep(bundle, decoder=folders[0], task=task, **settings)  # type: ignore[arg-type]
+        found = vlexport.sweep(bundle, checkpoint=folders[0], task=task, **settings)  # type: ignore[arg-type]
     write_whole(PLOT, found.svg())
     for head, rows in found.tables():
         show("\n".join(markdown(head, rows)))

@@ -27,7 +27,6 @@ from vlexport.errors import ParityError, ResourceError, UnsupportedError
 from vlexport.parity.report import ParityReport, Row, exact_row
 from vlexport.reports.card import CARD
 from vlexport.runtime.opening import open_engine
-from vlexport.specs import MediaBounds
 
 # `vlexport.build` names the public function; this is the module around it.
 building = importlib.import_module("vlexport._build.build")
@@ -38,7 +37,7 @@ import vlexport._build.build  # the module
 from vlexport.checkpoint import Checkpoint
 building = sys.modules["vlexport._build.build"]
 for folder in sys.argv[2:]:
-    spec = building.request(Checkpoint.open(folder), backend="inductor", into=sys.argv[1])
+    spec = building.request(Checkpoint.open(folder), backend="inductor", output_dir=sys.argv[1])
     print(building.build_checkpoint(spec).bundle.verdict.status)
 """
 
@@ -56,7 +55,7 @@ def graph(checkpoint):
 @pytest.fixture(scope="module")
 def stored(checkpoint, tmp_path_factory):
     """A finished build; tests that change it take a copy of the whole folder."""
-    spec = building.request(checkpoint, backend="eager", into=tmp_path_factory.mktemp("engines"))
+    spec = building.request(checkpoint, backend="eager", output_dir=tmp_path_factory.mktemp("engines"))
     return building.build_checkpoint(spec)
 
 
@@ -66,12 +65,12 @@ def spec(checkpoint, stored, tmp_path):
     into = shutil.copytree(stored.bundle.path.parent, tmp_path / "engines")
     # A verdict holds for every copy of a digest.
     (Verdicts.of().folder / stored.bundle.digest).unlink(missing_ok=True)
-    return building.request(checkpoint, backend="eager", into=into)
+    return building.request(checkpoint, backend="eager", output_dir=into)
 
 
 @pytest.fixture
 def path(spec, stored):
-    return spec.into / stored.bundle.path.name
+    return spec.output_dir / stored.bundle.path.name
 
 
 def phases_of(spec):
@@ -82,7 +81,7 @@ def phases_of(spec):
 
 @pytest.mark.slow
 def test_a_graph_and_its_checkpoint_give_the_same_bundle(graph, spec, path):
-    bundle = vlexport.build(graph, backend="eager", into=spec.into)
+    bundle = vlexport.build(graph, backend="eager", output_dir=spec.output_dir)
     assert bundle.path == path
 
 
@@ -90,7 +89,7 @@ def test_a_graph_of_another_form_than_the_backend_wants_is_refused(graph, tmp_pa
     other = replace(graph, form="padded")
     words = r"form 'padded', and backend 'eager' wants 'grouped'.*Export it with"
     with pytest.raises(UnsupportedError, match=words):
-        vlexport.build(other, backend="eager", into=tmp_path)
+        vlexport.build(other, backend="eager", output_dir=tmp_path)
 
 
 def test_phases_come_in_order_nothing_temporary_is_left_and_a_hit_has_only_the_first(
@@ -100,9 +99,9 @@ def test_phases_come_in_order_nothing_temporary_is_left_and_a_hit_has_only_the_f
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setattr(tempfile, "tempdir", None)
     (tmp_path / "tmp").mkdir()
-    fresh = replace(spec, into=tmp_path / "fresh")
+    fresh = replace(spec, output_dir=tmp_path / "fresh")
     built, phases = phases_of(fresh)
-    left = left_by(fresh.into, name=built.bundle.path.name)
+    left = left_by(fresh.output_dir, name=built.bundle.path.name)
     again, few = phases_of(fresh)
     assert not left.exists(), "left by a builder that was killed after it published the entry"
     assert (built.cached, again.cached) == (False, True)
@@ -121,13 +120,13 @@ def interrupted(spec, at="check reference"):
 
     with pytest.raises(KeyboardInterrupt):
         building.build_checkpoint(spec, progress)
-    assert [each for each in spec.into.iterdir() if each.name[0] != "."] == []
-    return next(spec.into.glob(".staging-*/bundle"), None)
+    assert [each for each in spec.output_dir.iterdir() if each.name[0] != "."] == []
+    return next(spec.output_dir.glob(".staging-*/bundle"), None)
 
 
 @pytest.mark.slow
 def test_an_interrupted_build_goes_on_with_its_engine_and_is_checked_whole(spec, stored, tmp_path):
-    fresh = replace(spec, into=tmp_path / "fresh")
+    fresh = replace(spec, output_dir=tmp_path / "fresh")
     assert interrupted(fresh, "build") is None
     engine = next(interrupted(fresh).glob("*.pt2")).stat().st_ino
     assert interrupted(fresh) is not None  # and once more
@@ -139,7 +138,7 @@ def test_an_interrupted_build_goes_on_with_its_engine_and_is_checked_whole(spec,
     assert {first.pop(CARD).size} == {second.pop(CARD).size}
     assert first == second
     assert built.bundle.verdict == stored.bundle.verdict
-    assert list(fresh.into.glob(".staging-*")) == []
+    assert list(fresh.output_dir.glob(".staging-*")) == []
 
 
 def another_key(kept):
@@ -168,7 +167,7 @@ SPOILT = {
 def test_what_an_interrupted_build_kept_is_not_used_if_anything_about_it_is_wrong(
     spec, tmp_path, spoil, monkeypatch
 ):
-    fresh = replace(spec, into=tmp_path / "fresh")
+    fresh = replace(spec, output_dir=tmp_path / "fresh")
     spoil(interrupted(fresh))
 
     def trace(*_):
@@ -177,7 +176,7 @@ def test_what_an_interrupted_build_kept_is_not_used_if_anything_about_it_is_wron
     monkeypatch.setattr("vlexport._build.export.trace", trace)
     with pytest.raises(BeganError):
         building.build_checkpoint(fresh)
-    assert list(fresh.into.glob(".staging-*")) == []
+    assert list(fresh.output_dir.glob(".staging-*")) == []
 
 
 @pytest.fixture
@@ -185,12 +184,12 @@ def heavy(spec, tmp_path, monkeypatch):
     """The same build into an empty folder, of a tower that counts as one whose export takes long."""
     monkeypatch.setattr("vlexport._build.spec.HEAVY", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return replace(spec, into=tmp_path / "fresh")
+    return replace(spec, output_dir=tmp_path / "fresh")
 
 
 def kept_graph(spec):
     assert interrupted(spec, "build") is None
-    assert list(spec.into.glob(".staging-*")) == []
+    assert list(spec.output_dir.glob(".staging-*")) == []
     (graph,) = (user_cache() / "exports").iterdir()
     return graph
 
@@ -209,7 +208,7 @@ def test_a_build_interrupted_after_its_export_goes_on_with_the_graph(heavy, stor
     ours, expected = (open_engine(each.bundle).run(inputs)["embeds"] for each in (built, stored))
     assert torch.equal(ours, expected)
     assert built.bundle.verdict.status == "passed"
-    assert list(heavy.into.glob(".staging-*")) == []
+    assert list(heavy.output_dir.glob(".staging-*")) == []
     assert list((user_cache() / "exports").iterdir()) == []
 
 
@@ -235,7 +234,7 @@ def test_a_kept_graph_is_not_read_if_anything_about_it_is_wrong(heavy, spoil, mo
     monkeypatch.setattr("vlexport._build.export.trace", trace)
     with pytest.raises(BeganError):
         building.build_checkpoint(heavy)
-    assert list(heavy.into.glob(".staging-*")) == []
+    assert list(heavy.output_dir.glob(".staging-*")) == []
 
 
 class BeganError(Exception):
@@ -277,7 +276,7 @@ def test_room_is_checked_before_anything_is_exported(spec, tmp_path, monkeypatch
     assert known is not None
     need = known.disk
     assert need > 1_000_000
-    fresh, phases = replace(spec, into=tmp_path / "fresh"), []
+    fresh, phases = replace(spec, output_dir=tmp_path / "fresh"), []
     monkeypatch.setattr(system, "free_bytes", lambda _: need - 1)
     with pytest.raises(ResourceError, match=rf"{need / 1e6:.1f} MB needed"):
         building.build_checkpoint(fresh, lambda phase, _: phases.append(phase))
@@ -331,11 +330,11 @@ def test_what_loses_too_much_in_a_precision_names_the_numbers_and_what_to_build_
 
 
 def test_profiles_and_bounds_make_different_bundles_and_the_place_of_one_does_not(checkpoint, tmp_path):
-    bounds = MediaBounds(min_pixels=1, max_pixels=10_000, max_images=1, max_frames=0)
-    named = [building.request(checkpoint, profile=each) for each in (None, "image", "video", bounds)]
+    named = [building.request(checkpoint, profile=each) for each in (None, "image", "video")]
+    named += [building.request(checkpoint, max_pixels=10_000, max_images=1)]
     keys = [building.key_of(building.build_key(each)) for each in named]
     assert len(set(keys)) == 4
-    own = building.request(checkpoint, profile=named[1].profile, into=tmp_path / "elsewhere")
+    own = building.request(checkpoint, profile=named[1].profile, output_dir=tmp_path / "elsewhere")
     assert building.key_of(building.build_key(own)) == keys[1]
 
 
@@ -346,7 +345,7 @@ def test_a_wrong_graph_of_the_cache_fails_one_build_and_is_named(tmp_path, monke
     monkeypatch.setenv("CXX", "/nowhere/g++")
 
     def built(name):
-        spec = building.request(checkpoint, backend="onnxruntime", into=tmp_path / name)
+        spec = building.request(checkpoint, backend="onnxruntime", output_dir=tmp_path / name)
         return building.build_checkpoint(spec).bundle.verdict.status
 
     assert built("first") == "passed"

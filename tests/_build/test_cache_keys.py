@@ -30,7 +30,7 @@ from vlexport.bundle.user_folders import CacheFile
 from vlexport.checkpoint import Checkpoint
 from vlexport.onnx import portable
 from vlexport.pruning.methods import METHODS
-from vlexport.specs import MediaBounds, Symbol, TensorSpec
+from vlexport.specs import Symbol, TensorSpec
 
 
 @pytest.fixture(autouse=True)
@@ -212,7 +212,6 @@ def test_every_argument_of_a_build_is_in_its_key_or_changes_no_file(tmp_path, mo
     path = write_tiny_qwen2_5_vl(tmp_path / "checkpoint")
     other = write_tiny_qwen2_5_vl(tmp_path / "other", seed=1)
     source = Checkpoint.open(path)
-    bounds = MediaBounds(max_pixels=100_000, max_frames=2)
     arguments: dict[str, Any] = {
         "checkpoint": other,
         "lora": write_adapter(tmp_path / "adapter", source),
@@ -221,11 +220,15 @@ def test_every_argument_of_a_build_is_in_its_key_or_changes_no_file(tmp_path, mo
         "dtype": "bfloat16",
         "input_dtype": "uint8",
         "quantize": "int8",
-        "profile": bounds,
+        "profile": "thumbnail",
+        "min_pixels": 100,
+        "max_pixels": 100_000,
+        "max_images": 2,
+        "max_frames": 2,
         "fp32_layers": {"merger.ln_q": "float32"},
         "selector": "vidcom2",
     }
-    none = {"targets", "limits", "into", "progress"}
+    none = {"targets", "build_seconds", "build_memory", "output_dir", "progress"}
     assert set(inspect.signature(request).parameters) == {*arguments, "device"} | none
     base: dict[str, Any] = {"checkpoint": source, "fp32_layers": {}}
     found = {"": key_of(build_key(request(**base)))}

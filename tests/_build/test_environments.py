@@ -49,7 +49,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def built(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bundle]:
     """Bundles of a machine without faults."""
     into = tmp_path_factory.mktemp("engines")
-    return {name: vlexport.build(checkpoint, name, profile="thumbnail", into=into) for name in BACKENDS}
+    return {name: vlexport.build(checkpoint, name, profile="thumbnail", output_dir=into) for name in BACKENDS}
 
 
 @pytest.mark.slow

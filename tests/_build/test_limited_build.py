@@ -8,6 +8,7 @@ import subprocess
 import time
 import uuid
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,9 +18,7 @@ from tests.cli.lines import vlexport as command
 from tests.fire import MARK, running
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport._build.limits import needs_process
-from vlexport.backends import BuildLimits
 from vlexport.errors import CheckpointError, VlexportError
-from vlexport.specs import MediaBounds
 
 # A recipe whose tower ends the process while it is made.
 CRASHING = """
@@ -41,13 +40,11 @@ RECIPE = Recipe(name="crashing", summary="crashes", model_types=("qwen2_5_vl",),
 
 
 def test_limits_and_libraries_that_crash_get_a_process_and_a_backend_that_starts_one_does_not() -> None:
-    limits = BuildLimits(seconds=5)
-    assert [needs_process(name, limits) for name in ("eager", "openvino", "tensorrt_rtx")] == [
-        True,
-        True,
-        False,
+    limited = [
+        needs_process({"backend": name, "build_seconds": 5}) for name in ("eager", "openvino", "tensorrt_rtx")
     ]
-    assert [needs_process(name, None) for name in ("eager", "torch_tensorrt")] == [False, True]
+    assert limited == [True, True, False]
+    assert [needs_process({"backend": name}) for name in ("eager", "torch_tensorrt")] == [False, True]
 
 
 @pytest.fixture(scope="module")
@@ -100,8 +97,8 @@ def test_a_build_that_crashes_twice_is_an_error_and_leaves_nothing(
             checkpoint,
             backend,
             recipe=str(tmp_path / "crashing.py"),
-            limits=BuildLimits(seconds=500),
-            into=tmp_path / "engines",
+            build_seconds=500,
+            output_dir=tmp_path / "engines",
             progress=lambda phase, _: phases.append(phase),
         )
     assert phases.count("again after a crash") == 1
@@ -160,9 +157,8 @@ def test_a_build_that_is_stopped_in_its_library_leaves_no_process_and_no_file(
 
 @pytest.mark.slow
 def test_errors_keep_their_class_and_bounds_their_values(checkpoint: Path, tmp_path: Path) -> None:
-    limits = BuildLimits(seconds=500)
     with pytest.raises(CheckpointError, match="nowhere"):
-        vlexport.build(tmp_path / "nowhere", "eager", limits=limits, into=tmp_path)
-    bounds = MediaBounds(min_pixels=1, max_pixels=6000, max_images=1, max_frames=0)
-    limited = vlexport.build(checkpoint, "eager", profile=bounds, limits=limits, into=tmp_path)
-    assert limited == vlexport.build(checkpoint, "eager", profile=bounds, into=tmp_path)
+        vlexport.build(tmp_path / "nowhere", "eager", build_seconds=500, output_dir=tmp_path)
+    options: dict[str, Any] = {"max_pixels": 6000, "max_images": 1, "output_dir": tmp_path}
+    limited = vlexport.build(checkpoint, "eager", build_seconds=500, **options)
+    assert limited == vlexport.build(checkpoint, "eager", **options)

@@ -90,7 +90,7 @@ def test_all_modules_that_a_build_loads_are_in_the_digest_of_its_builders(backen
         from vlexport._build.request import request
         from vlexport.checkpoint import Checkpoint
         checkpoint = Checkpoint.open({str(checkpoint)!r})
-        spec = request(checkpoint, backend={backend!r}, into={str(tmp_path / "into")!r})
+        spec = request(checkpoint, backend={backend!r}, output_dir={str(tmp_path / "into")!r})
         build_checkpoint(spec).require_passed()
         print(json.dumps([name for name in sys.modules if name.startswith("vlexport")]))
     """

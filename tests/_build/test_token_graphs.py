@@ -55,7 +55,7 @@ def refused(*given, **named):
     raise AssertionError("traced, compiled or started a program")
 
 torch.export.export = torch.compile = torch._dynamo.optimize = subprocess.Popen.__init__ = refused
-with load(sys.argv[1], decoder=CHECKPOINT) as pipeline:
+with load(sys.argv[1], checkpoint=CHECKPOINT) as pipeline:
     answers = {case["name"]: pipeline.generate(recorded(case["name"]).request) for case in TRUTHS}
 counts = torch._dynamo.utils.counters["stats"]
 print(json.dumps({
@@ -141,7 +141,7 @@ def test_without_a_compiler_that_works_a_build_has_eager_graphs_and_the_reason(
     monkeypatch.setenv("CXX", compiler)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     spec = request(
-        Checkpoint.open(CHECKPOINT), backend="eager", profile="thumbnail", into=tmp_path / "engines"
+        Checkpoint.open(CHECKPOINT), backend="eager", profile="thumbnail", output_dir=tmp_path / "engines"
     )
     # torch reads the variable when it is imported.
     with inductor_config.patch({"cpp.cxx": (None, compiler)}):
@@ -337,9 +337,9 @@ def test_a_method_that_a_family_or_nobody_has_is_refused(tmp_path):
     with pytest.raises(
         UnsupportedError, match=r"no pruning method 'random'. There are: divprune, evs, evs-snap"
     ):
-        request(source, selector="random", into=tmp_path)
-    assert request(source, selector="vidcom2", into=tmp_path).selector == "vidcom2"
-    assert request(source, into=tmp_path).selector == "evs"
+        request(source, selector="random", output_dir=tmp_path)
+    assert request(source, selector="vidcom2", output_dir=tmp_path).selector == "vidcom2"
+    assert request(source, output_dir=tmp_path).selector == "evs"
 
 
 def test_prompts_without_media_need_no_graph():

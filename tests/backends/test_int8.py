@@ -54,7 +54,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Bun
     source = Checkpoint.open(write("sharp", folder / "checkpoint"))
     return {
         (backend, quantize or "float32"): build_checkpoint(
-            request(source, backend=backend, quantize=quantize, into=folder / "engines")
+            request(source, backend=backend, quantize=quantize, output_dir=folder / "engines")
         ).bundle
         for backend in ("onnxruntime", "openvino")
         if find_backend(backend).missing() is None
@@ -67,7 +67,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Bun
 @pytest.mark.parametrize("source", ["golden", "2.0", "4.5"])
 def test_towers_of_every_family_pass_both_verdicts(backend: str, source: str, tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(write(source, tmp_path / "checkpoint"))
-    spec = request(checkpoint, backend=backend, quantize="int8", into=tmp_path)
+    spec = request(checkpoint, backend=backend, quantize="int8", output_dir=tmp_path)
     report = ParityReport.from_json(build_checkpoint(spec).require_passed().manifest.parity.table)
     kinds = {row.level for row in report.rows if row.verdict == "passed"}
     assert kinds == {"L0", "L1", "L2", "L3"}

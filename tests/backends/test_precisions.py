@@ -166,7 +166,7 @@ def test_a_network_of_tensorrt_reads_bytes(checkpoint: Path, dtype: str, tmp_pat
         input_dtype="uint8",
         profile="thumbnail",
         targets=("sm89",),
-        into=tmp_path,
+        output_dir=tmp_path,
     )
     built = building.build_checkpoint(spec)
     rows = built.bundle.verdict.table["rows"]

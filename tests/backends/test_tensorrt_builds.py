@@ -138,7 +138,7 @@ def built(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory):
         dtype="bfloat16",
         profile="thumbnail,image",
         targets=("sm89",),
-        into=tmp_path_factory.mktemp("engines"),
+        output_dir=tmp_path_factory.mktemp("engines"),
     )
     return spec, building.build_checkpoint(spec)
 
@@ -189,7 +189,7 @@ def spiky_spec(spiky: Checkpoint, into: Path, fp32_layers: dict[str, str] | None
         profile="thumbnail",
         fp32_layers=fp32_layers,
         targets=("sm89",),
-        into=into,
+        output_dir=into,
     )
 
 

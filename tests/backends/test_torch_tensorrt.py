@@ -78,7 +78,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 
 def build(checkpoint: Checkpoint, into: Path, dtype: str = "float32"):
-    spec = building.request(checkpoint, backend="torch_tensorrt", dtype=dtype, profile="thumbnail", into=into)
+    spec = building.request(
+        checkpoint, backend="torch_tensorrt", dtype=dtype, profile="thumbnail", output_dir=into
+    )
     return building.build_checkpoint(spec)
 
 

@@ -40,7 +40,7 @@ def test_answers_are_those_of_the_whole_conversation(talk, built, checkpoint, im
     typed = (f"{shlex.quote(str(moved))} what's this?", str(video), "and then?")
     (_, first, quiet, second, end), told = talk(*typed, words=words)
     text = lambda words: {"type": "text", "text": words}  # noqa: E731
-    with load(built, decoder=checkpoint) as pipeline:
+    with load(built, checkpoint=checkpoint) as pipeline:
         question = [{"type": "image", "image": moved}, text("what's this?")]
         answer = pipeline.generate(turns(question), max_new_tokens=6, fps=2).text
         again = [{"type": "video", "video": video}, text("and then?")]
@@ -65,7 +65,7 @@ def test_a_line_that_cannot_be_served_costs_no_other(talk, built, checkpoint, im
     out, told = talk(*lines, words=("--fps", 2))
     for words in ("0 <= ", "/prune: no such command", "/nonsense: no such command", "/reset       forget"):
         assert words in told, told
-    with load(built, decoder=checkpoint) as pipeline:
+    with load(built, checkpoint=checkpoint) as pipeline:
         pruned = pipeline.generate("what?", videos=video, fps=2, prune=0.5, max_new_tokens=6).text
         alone = pipeline.generate("what?", max_new_tokens=6).text
     assert out == ["", "", "", "", "", "", f"{pruned}\n", "", f"{alone}\n", ""]
@@ -73,6 +73,6 @@ def test_a_line_that_cannot_be_served_costs_no_other(talk, built, checkpoint, im
 
 def test_files_of_the_command_wait_for_the_first_question(talk, built, checkpoint, image):
     (_, answer, _), told = talk("what?", words=(image,))
-    with load(built, decoder=checkpoint) as pipeline:
+    with load(built, checkpoint=checkpoint) as pipeline:
         assert answer == pipeline.generate("what?", images=image, max_new_tokens=6).text + "\n"
     assert f"image: {image}" in told

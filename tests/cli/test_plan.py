@@ -59,8 +59,8 @@ def test_another_profile_is_another_bundle_and_nothing_is_written(checkpoint, tm
 
 def test_inputs_of_bytes_are_refused_where_recipe_or_backend_have_none(checkpoint, tmp_path):
     for words, message in (
-        (("--input", "int8"), "input dtype int8 given, float32 or uint8 expected."),
-        (("--input", "uint8", "--backend", "torch_tensorrt"), "backend 'torch_tensorrt': its engines"),
+        (("--input-dtype", "int8"), "input dtype int8 given, float32 or uint8 expected."),
+        (("--input-dtype", "uint8", "--backend", "torch_tensorrt"), "backend 'torch_tensorrt': its engines"),
     ):
         ran = vlexport("plan", checkpoint, *words, "--output-dir", tmp_path)
         assert (ran.code, message in ran.err) == (2, True), ran.err

@@ -250,7 +250,7 @@ def locked(world):
     """Another process of this test would be slow to start; another lock object is as good."""
     world.patch.setattr(building, "staged", partial(building.staged, wait_seconds=0.2))
     checkpoint = building.Checkpoint.open(str(world.checkpoint))
-    spec = building.request(checkpoint, backend="eager", into=world.folder / "e")
+    spec = building.request(checkpoint, backend="eager", output_dir=world.folder / "e")
     path = building.entry_for(world.folder / "e", building.build_key(spec), spec.model)
     path.parent.mkdir()
     with FileLock(path.parent / f".lock-{path.name}"):
@@ -321,7 +321,7 @@ COMMANDS = {
     "a type of other backends": (lambda w: w.build("--dtype", "float64"), 2,
         r"'eager' does not serve float64\. It serves: .*float32"),
     "profile and bounds": (lambda w: w.build("--profile", "image", "--max-images", "1"), 2,
-        r"--profile given together with --min-pixels"),
+        r"profile given together with max_images; "),
     "no such profile": (lambda w: w.build("--profile", "huge"), 2,
         r"no profile 'huge'\. It has: any, image, thumbnail"),
     "no place for the result": (lambda w: vlexport("encode", w.bundle, "--image", w.image), 2,

@@ -31,7 +31,7 @@ def task(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory):
-    return vlexport.build(TRAINED, "eager", into=tmp_path_factory.mktemp("engines"))
+    return vlexport.build(TRAINED, "eager", output_dir=tmp_path_factory.mktemp("engines"))
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def test_questions_without_the_check_are_refused(bundle):
 def test_answers_to_frames_that_are_pushed_are_those_to_the_whole_video(bundle, record_property):
     """Nearly all of them are right, so they depend on what is shown."""
     count, right = cases("trained questions of a stream"), 0
-    with vlexport.load(bundle.path, decoder=TRAINED) as pipeline:
+    with vlexport.load(bundle.path, checkpoint=TRAINED) as pipeline:
         for scene, question in scenes.held_out(SEED, count, scenes.MEDIA["video"]):
             video = Pixels(kind="video", frames=torch.from_numpy(scene.frames), frames_per_second=RATE)
             whole = pipeline.generate(question.prompt, videos=[video], max_new_tokens=8)

@@ -23,7 +23,7 @@ HEIGHT, WIDTH = 168, 224
 
 @pytest.fixture(scope="module")
 def pipeline(shared):
-    bundle = vlexport.build(CHECKPOINT, backend="eager", into=shared / "engines")
+    bundle = vlexport.build(CHECKPOINT, backend="eager", output_dir=shared / "engines")
     with vlexport.load(bundle) as opened:
         yield opened
 

@@ -32,8 +32,8 @@ def example():
 @pytest.fixture(scope="module")
 def pipeline(shared):
     checkpoint = TRAINED / "qwen2_5_vl"
-    bundle = vlexport.build(checkpoint, backend="eager", into=shared / "engines")
-    with vlexport.load(bundle, decoder=checkpoint) as opened:
+    bundle = vlexport.build(checkpoint, backend="eager", output_dir=shared / "engines")
+    with vlexport.load(bundle, checkpoint=checkpoint) as opened:
         yield opened
 
 

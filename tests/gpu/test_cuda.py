@@ -94,7 +94,7 @@ def test_a_replay_is_not_touched_by_the_next_one(tower) -> None:
 def test_graphs_stay_on_with_pruning(bundles, name: str) -> None:
     options = RuntimeOptions(decoder=DecoderOptions(device="cuda"))
     one = recorded(name)
-    with load(captured_bundle(bundles), decoder=CHECKPOINT, runtime=options) as pipeline:
+    with load(captured_bundle(bundles), checkpoint=CHECKPOINT, runtime=options) as pipeline:
         answer = pipeline.generate(one.request)
         assert pipeline.engine._runner.calls.num_replays == 1  # type: ignore[union-attr]
     # Half precision may choose other tokens; how many are kept, and where, it does not change.
@@ -109,7 +109,7 @@ def captured_bundle(bundles) -> Path:
 
     into = bundles("eager").parent
     source = Checkpoint.open(CHECKPOINT)
-    spec = request(source, backend="cudagraphs", dtype="bfloat16", into=into)
+    spec = request(source, backend="cudagraphs", dtype="bfloat16", output_dir=into)
     return build_checkpoint(spec).require_passed().path
 
 
@@ -180,7 +180,7 @@ def test_the_host_waits_for_nothing_between_tower_and_first_token(bundles, name:
     options = RuntimeOptions(
         decoder=DecoderOptions(device="cuda"), encoder=EncoderOptions(warm_up=True, cache_bytes=0)
     )
-    with load(captured_bundle(bundles), decoder=CHECKPOINT, runtime=options) as pipeline:
+    with load(captured_bundle(bundles), checkpoint=CHECKPOINT, runtime=options) as pipeline:
         steps = pipeline.require_generator()
 
         def fill():
@@ -205,7 +205,7 @@ def on_cuda(request: pytest.FixtureRequest, bundles):
     if request.param and compiler() is None:
         pytest.skip("a compiled decoder needs a C compiler for Triton: gcc or clang, or CC")
     options = RuntimeOptions(decoder=DecoderOptions(device="cuda", compile=request.param, length=512))
-    with load(bundles("eager"), decoder=CHECKPOINT, runtime=options) as pipeline:
+    with load(bundles("eager"), checkpoint=CHECKPOINT, runtime=options) as pipeline:
         yield pipeline
 
 

@@ -64,7 +64,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 def spec(flavour: TensorRt, checkpoint: Checkpoint, tmp_path_factory) -> BuildSpec:
     into = tmp_path_factory.mktemp("engines")
     names = ",".join(PROFILES)
-    return request(checkpoint, backend=flavour.name, dtype="bfloat16", profile=names, into=into)
+    return request(checkpoint, backend=flavour.name, dtype="bfloat16", profile=names, output_dir=into)
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +158,7 @@ def test_an_engine_for_another_gpu_is_refused_by_its_manifest(checkpoint: Checkp
         pytest.skip(f"tensorrt_rtx: {reason}")
     other = "sm120" if device_here() != "sm120" else "sm89"
     words = {"backend": "tensorrt_rtx", "dtype": "bfloat16", "profile": "thumbnail"}
-    made = build_checkpoint(request(checkpoint, targets=(other,), into=tmp_path, **words))  # type: ignore[arg-type]
+    made = build_checkpoint(request(checkpoint, targets=(other,), output_dir=tmp_path, **words))  # type: ignore[arg-type]
     with pytest.raises(MisfitError, match=rf"device is {other} in the bundle and {device_here()}"):
         open_engine(made.bundle, allow_failed=True)
 

@@ -37,7 +37,7 @@ from vlexport.vision.slices import slice_sizes
 @pytest.fixture(scope="module")
 def bundle(shared: Path) -> Path:
     """The eager bundle of the recorded checkpoint; tests of the runtime share it."""
-    spec = request(Checkpoint.open(CHECKPOINT), backend="eager", into=shared / "engines")
+    spec = request(Checkpoint.open(CHECKPOINT), backend="eager", output_dir=shared / "engines")
     return build_checkpoint(spec).require_passed().path
 
 
@@ -395,7 +395,7 @@ class Releases(Release):
 @pytest.mark.slow
 def test_slices_in_strips_give_the_rows_of_their_image(vllm, monkeypatch, shared: Path) -> None:
     checkpoint = write_checkpoint(shared / "sliced", minicpmv.contents())
-    asked = request(Checkpoint.open(checkpoint), backend="eager", into=shared / "engines")
+    asked = request(Checkpoint.open(checkpoint), backend="eager", output_dir=shared / "engines")
     sliced = EngineSession.open(build_checkpoint(asked).require_passed().path)
     monkeypatch.setitem(
         sys.modules, "vllm.model_executor.models.minicpmv", SimpleNamespace(MiniCPMV=Releases)
@@ -455,7 +455,7 @@ class Split(nn.Module):
 @pytest.mark.slow
 def test_images_by_rows_and_columns_give_the_rows_of_their_image(vllm, monkeypatch, shared: Path) -> None:
     checkpoint = write_checkpoint(shared / "split", kimi_vl.contents())
-    asked = request(Checkpoint.open(checkpoint), backend="eager", into=shared / "engines")
+    asked = request(Checkpoint.open(checkpoint), backend="eager", output_dir=shared / "engines")
     split = EngineSession.open(build_checkpoint(asked).require_passed().path)
     named = SimpleNamespace(KimiVLForConditionalGeneration=Split)
     monkeypatch.setitem(sys.modules, "vllm.model_executor.models.kimi_vl", named)

@@ -91,7 +91,7 @@ def work(rank: int, folder: Path, bundle: Path) -> None:
 def test_every_rank_has_the_rows_of_one_process_and_an_error_of_one_is_an_error_of_all(
     shared: Path, tmp_path: Path
 ) -> None:
-    spec = request(Checkpoint.open(CHECKPOINT), backend="eager", into=shared / "engines")
+    spec = request(Checkpoint.open(CHECKPOINT), backend="eager", output_dir=shared / "engines")
     bundle = build_checkpoint(spec).require_passed().path
     spawn(work, (tmp_path, bundle), nprocs=2)
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]

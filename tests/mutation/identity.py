@@ -42,7 +42,7 @@ def identity_faults(recipe: str, checkpoints: Path) -> Found:
     module = importlib.import_module("vlexport._build.build")
     with tempfile.TemporaryDirectory() as folder:
         spec = module.request(Checkpoint.open(checkpoints / "plain"), recipe=recipe, backend="eager")
-        builder = _Builder(module=module, spec=replace(spec, into=Path(folder) / "engines"))
+        builder = _Builder(module=module, spec=replace(spec, output_dir=Path(folder) / "engines"))
         yield from _keys(builder, recipe, checkpoints / "other")
         bundle = module.build_checkpoint(builder.spec).bundle
         yield from _stored(bundle, builder)

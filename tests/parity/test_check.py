@@ -24,7 +24,7 @@ from vlexport.parity.reference import DEEP, run_reference
 from vlexport.parity.report import ParityReport
 from vlexport.parity.samples import Sample, SampleRules, random_items, samples
 from vlexport.recipe import Limit
-from vlexport.specs import MediaBounds, Range, ShapeProfile, Symbol, bind, check_within
+from vlexport.specs import Range, ShapeProfile, Symbol, bind, check_within
 from vlexport.testing import in_torch
 
 
@@ -235,8 +235,7 @@ def test_samples_hold_a_faint_call_a_long_frame_and_far_positions(subject_of):
 
 
 def test_some_cells_of_a_call_are_within_a_profile_of_one_image():
-    bounds = MediaBounds(max_pixels=20000, max_images=1)
-    spec = request(Checkpoint.open(CHECKPOINT), backend="onnxruntime", profile=bounds)
+    spec = request(Checkpoint.open(CHECKPOINT), backend="onnxruntime", max_pixels=20000, max_images=1)
     recipe, config, form = spec.recipe, spec.config, spec.form
     inputs = specs_of(example_inputs(recipe, config, spec.dtype, form), recipe.axes(config, form))
     rules = SampleRules(

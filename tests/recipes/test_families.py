@@ -248,13 +248,13 @@ def test_bundles_encode_prune_and_answer_what_they_were_not_traced_with_like_the
         pytest.skip(missing)
     contents = {"kimi_vl": kimi_vl, "nemotron_vl": nemotron_vl}[name].contents
     checkpoint = Checkpoint.open(write_checkpoint(tmp_path / "tiny", contents(sizes), seed=0))
-    spec = build.request(checkpoint, backend=backend, dtype=dtype, into=tmp_path / "engines")
+    spec = build.request(checkpoint, backend=backend, dtype=dtype, output_dir=tmp_path / "engines")
     bundle = build.build_checkpoint(spec).require_passed()
     source = torch.Generator().manual_seed(0)
     images = noise("image", 1, source)
     videos = noise("video", 5, source) if name == "nemotron_vl" else []
     given: Any = {"images": images, "videos": videos}
-    recipe, pipeline = spec.recipe, load(bundle.path, decoder=checkpoint)
+    recipe, pipeline = spec.recipe, load(bundle.path, checkpoint=checkpoint)
     items = [recipe.preprocess(recipe.read_config(checkpoint), each) for each in (*images, *videos)]
     wanted = recipe.reference(checkpoint).run(items)["embeds"]
     rate = 0.6 if videos else None
@@ -333,7 +333,7 @@ BUILDS = [
     case("nemotron_vl", RTX[0], marks=FULL),
     case("nemotron_vl tiles", RTX[0]),
 ]
-OPTION = {"int8": "--quantize", "uint8": "--input"}
+OPTION = {"int8": "--quantize", "uint8": "--input-dtype"}
 
 
 @pytest.mark.slow

@@ -208,7 +208,7 @@ def test_rounded_bundles_pass_and_lose_what_the_class_loses(model_type, tmp_path
     for backend, kind in ROUNDED:
         with subtests.test(f"{backend} {kind}"):
             precision: dict[str, Any] = {"quantize": kind} if kind == "int8" else {"dtype": kind}
-            spec = request(checkpoint, backend=backend, recipe="generic", into=tmp_path, **precision)
+            spec = request(checkpoint, backend=backend, recipe="generic", output_dir=tmp_path, **precision)
             bundle = build_checkpoint(spec, lambda *_: None).require_passed()
             rows = ParityReport.from_json(bundle.verdict.table).rows
             ratios = [row.metrics["ratio"] for row in rows if "ratio" in row.metrics]

@@ -229,7 +229,9 @@ def checkpoint_of(folder: Path, version: str) -> Checkpoint:
 
 
 def pipeline_of(folder: Path, version: str, backend: str = "onnxruntime", profile: str = "any") -> Pipeline:
-    spec = request(checkpoint_of(folder, version), backend=backend, profile=profile, into=folder / "engines")
+    spec = request(
+        checkpoint_of(folder, version), backend=backend, profile=profile, output_dir=folder / "engines"
+    )
     bundle = build_checkpoint(spec).require_passed()
     return load(bundle.path, options=Options(threads=1))
 
@@ -283,7 +285,7 @@ def image_of_slices(config: Any, seed: int) -> MediaItem:
 def test_a_full_size_bundle_passes_its_gate_and_agrees_on_a_cut_image(version, tmp_path, record_property):
     checkpoint = Checkpoint.open(write_tiny_minicpmv(tmp_path / "checkpoint", PUBLISHED[version]))
     started = time.monotonic()
-    spec = request(checkpoint, into=tmp_path / "engines")
+    spec = request(checkpoint, output_dir=tmp_path / "engines")
     bundle = build_checkpoint(spec).require_passed()
     built = time.monotonic()
     config = spec.recipe.read_config(checkpoint)

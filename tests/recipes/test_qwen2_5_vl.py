@@ -141,7 +141,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 
 def bundle_of(checkpoint: Checkpoint, backend: str, into: Path, dtype: str = "float32") -> Bundle:
-    return build_checkpoint(request(checkpoint, backend=backend, dtype=dtype, into=into)).require_passed()
+    return build_checkpoint(
+        request(checkpoint, backend=backend, dtype=dtype, output_dir=into)
+    ).require_passed()
 
 
 def served_here() -> list[tuple[str, str]]:
@@ -157,7 +159,7 @@ def served_here() -> list[tuple[str, str]]:
 
 @pytest.mark.slow
 def test_mixes_of_real_width_agree_with_transformers(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    spec = request(checkpoint, into=tmp_path)
+    spec = request(checkpoint, output_dir=tmp_path)
     reference = spec.recipe.reference(checkpoint)
     with load(bundle_of(checkpoint, "onnxruntime", tmp_path).path, options=Options(threads=1)) as pipeline:
         for seed, mix in enumerate(WIDE_MIXES):

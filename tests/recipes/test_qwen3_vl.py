@@ -189,12 +189,12 @@ def test_answers_equal_those_of_transformers(tmp_path, experts: int) -> None:
     path = write_checkpoint(tmp_path / "tiny", contents(Tiny(experts=experts)), seed=0)
     kind = f"Qwen3VL{'Moe' if experts else ''}ForConditionalGeneration"
     theirs = getattr(transformers, kind).from_pretrained(path, dtype=torch.float32).eval()
-    spec = build.request(Checkpoint.open(path), backend="eager", into=tmp_path / "engines")
+    spec = build.request(Checkpoint.open(path), backend="eager", output_dir=tmp_path / "engines")
     bundle = build.build_checkpoint(spec).require_passed()
     random = torch.Generator().manual_seed(0)
     image = torch.randint(0, 256, (1, 96, 64, 3), dtype=torch.uint8, generator=random)
     video = torch.randint(0, 256, (5, 64, 96, 3), dtype=torch.uint8, generator=random)
-    with load(bundle.path, decoder=path) as pipeline:
+    with load(bundle.path, checkpoint=path) as pipeline:
         pixels = (
             Pixels(kind="image", frames=image),
             Pixels(kind="video", frames=video, frames_per_second=3.0),

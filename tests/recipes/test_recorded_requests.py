@@ -61,8 +61,10 @@ class Pipelines:
         family, backend = name.split()
         self.cases, self.truths = CASES[family], TRUTHS[family]
         checkpoint = opened(family)
-        bundle = build_checkpoint(build_request(checkpoint, backend=backend, into=into)).require_passed()
-        self.outer = load(bundle.path, decoder=checkpoint)
+        bundle = build_checkpoint(
+            build_request(checkpoint, backend=backend, output_dir=into)
+        ).require_passed()
+        self.outer = load(bundle.path, checkpoint=checkpoint)
         self.bare = self.outer
         if family == "qwen3_vl":
             options = RuntimeOptions(prompt_layout="bare")

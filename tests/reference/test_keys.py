@@ -87,7 +87,7 @@ def test_every_field_of_a_request_is_in_the_key_or_changes_no_result(spec: Build
         assert digest(replace(spec, precision=replace(spec.precision, **{name: value}))) != base, name
     assert {field.name for field in fields(spec.precision)} == set(precisions)
     # Tests below change the checkpoint, and with it config and tensors; a place changes no bundle.
-    others = {"checkpoint", "config", "tensors", "precision", "into", "options"}
+    others = {"checkpoint", "config", "tensors", "precision", "output_dir", "options"}
     assert {field.name for field in fields(spec)} - set(changes) == others
 
 

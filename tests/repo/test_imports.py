@@ -121,6 +121,7 @@ ALLOWED = {
         "backends",
         "_build.spec",
         "checkpoint",
+        "_build.plan",
         "_build.precision",
         "pruning",
         "recipe",

@@ -8,7 +8,6 @@ import vlexport
 
 PUBLIC = {
     "Answer": "vlexport.runtime.outputs",
-    "BuildLimits": "vlexport.backends",
     "Bundle": "vlexport.bundle",
     "Checkpoint": "vlexport.checkpoint",
     "DecoderOptions": "vlexport.runtime.decoder",
@@ -16,7 +15,6 @@ PUBLIC = {
     "EncoderOptions": "vlexport.runtime.encoder",
     "Generation": "vlexport.runtime.request",
     "Graph": "vlexport._build.graph",
-    "MediaBounds": "vlexport.specs",
     "MediaItem": "vlexport.specs",
     "MediaLimits": "vlexport.media.limits",
     "ParityReport": "vlexport.parity.report",
@@ -39,6 +37,7 @@ PUBLIC = {
     "find_recipe": "vlexport.recipe",
     "inspect": "vlexport.tools.inspect",
     "load": "vlexport.runtime.pipeline",
+    "plan": "vlexport._build.request",
     "pull": "vlexport.bundle.hub",
     "push": "vlexport.bundle.hub",
     "sweep": "vlexport.evaluate.sweep",

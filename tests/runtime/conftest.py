@@ -26,7 +26,7 @@ def bundles(shared: Path) -> Callable[[str], Path]:
 
     def bundle(backend: str) -> Path:
         if backend not in built:
-            spec = request(Checkpoint.open(CHECKPOINT), backend=backend, into=into)
+            spec = request(Checkpoint.open(CHECKPOINT), backend=backend, output_dir=into)
             built[backend] = build_checkpoint(spec).require_passed().path
         return built[backend]
 
@@ -44,7 +44,7 @@ def answering(
     request: pytest.FixtureRequest, bundles: Callable[[str], Path], language: Language
 ) -> Iterator[Pipeline]:
     """A pipeline of either backend, shared by tests that do not look at its cache."""
-    with load(bundles(request.param), decoder=language) as pipeline:
+    with load(bundles(request.param), checkpoint=language) as pipeline:
         yield pipeline
 
 

@@ -306,7 +306,7 @@ def test_a_class_that_calls_no_features_gives_these_alone_and_is_refused_if_it_w
 def test_a_picture_through_processor_and_pipeline_of_transformers_gets_the_own_answer(model_type, tmp_path):
     source = write_whole(model_type, tmp_path / model_type)
     bundle, picture = build(source, "generic"), Image.open(PICTURE).convert("RGB")
-    with load(bundle.path, decoder=str(source)) as loaded:
+    with load(bundle.path, checkpoint=str(source)) as loaded:
         processor: Any = loaded.require_generator().language.decoder.processor  # type: ignore[attr-defined]
     model = transformers.AutoModelForImageTextToText.from_pretrained(source).eval()
     parts = [{"type": "image"}, {"type": "text", "text": "What is this?"}]

@@ -41,13 +41,13 @@ PIXELS = Pixels(kind="image", frames=torch.from_numpy(IMAGE)[None])
 @pytest.fixture(scope="module")
 def bundle(shared: Path) -> Bundle:
     checkpoint, into = Checkpoint.open(CHECKPOINT), shared / "engines"
-    spec = request(checkpoint, backend="eager", input_dtype="uint8", into=into)
+    spec = request(checkpoint, backend="eager", input_dtype="uint8", output_dir=into)
     return build_checkpoint(spec).require_passed()
 
 
 @pytest.fixture(scope="module")
 def of_bytes(bundle: Bundle, language: Language) -> Iterator[Pipeline]:
-    with load(bundle.path, decoder=language) as pipeline:
+    with load(bundle.path, checkpoint=language) as pipeline:
         yield pipeline
 
 
@@ -94,7 +94,7 @@ def test_items_of_the_other_dtype_are_refused(of_bytes: Pipeline, opened: Pipeli
 @pytest.mark.slow
 def test_commands_show_what_such_a_bundle_takes(bundle: Bundle, tmp_path: Path) -> None:
     words = shlex.split(bundle.rebuild_command())[2:]
-    assert words[words.index("--input") + 1] == "uint8"
+    assert words[words.index("--input-dtype") + 1] == "uint8"
     planned = vlexport("plan", *words, "--output-dir", bundle.path.parent, "--json").document
     assert (planned["cached"], planned["inputs"][0][1]) == (True, "uint8")
     export_inputs(bundle, tmp_path / "inputs")
@@ -129,7 +129,7 @@ def test_settings_and_inputs_that_contradict_each_other_are_refused(bundle: Bund
 
 @pytest.mark.slow
 def test_a_bfloat16_bundle_encodes_prunes_and_answers(bundles, language, tmp_path):
-    spec = request(Checkpoint.open(CHECKPOINT), backend="eager", dtype="bfloat16", into=tmp_path)
+    spec = request(Checkpoint.open(CHECKPOINT), backend="eager", dtype="bfloat16", output_dir=tmp_path)
     path = build_checkpoint(spec).require_passed().path
     question = Request(
         raw_prompt=made.prompt(made.IMAGE, made.VIDEO, "what?"),
@@ -139,7 +139,7 @@ def test_a_bfloat16_bundle_encodes_prunes_and_answers(bundles, language, tmp_pat
     )
     with load(bundles("eager")) as exact:
         (wanted,) = exact.encode(images=[made.image(0)])
-    with load(path, decoder=language) as pipeline:
+    with load(path, checkpoint=language) as pipeline:
         (found,) = pipeline.encode(images=[made.image(0)])
         (kept,) = pipeline.encode(videos=[made.video(1)], prune=0.5)
         answer = pipeline.generate(question)

@@ -157,7 +157,7 @@ def test_decoding_compiles_once_for_all_lengths_and_gives_the_same_tokens(bundle
     torch._dynamo.reset()
     options = DecoderOptions(compile=True, backend=count, length=512)
     compiled = replace(language, decoder=TransformersDecoder(text_model, options))
-    with load(bundles("eager"), decoder=compiled) as pipeline:
+    with load(bundles("eager"), checkpoint=compiled) as pipeline:
         for name in ("text_only", "video_then_image", "evs_q30"):
             one = recorded(name)
             assert list(pipeline.generate(one.request).token_ids) == one.case["token_ids"]
@@ -200,7 +200,7 @@ class ParrotTurn:
 
 def test_any_decoder_of_embeddings_and_positions_can_answer(bundles, language: Language):
     one = recorded("two_images")
-    with load(bundles("eager"), decoder=replace(language, decoder=Parrot())) as pipeline:
+    with load(bundles("eager"), checkpoint=replace(language, decoder=Parrot())) as pipeline:
         answer = pipeline.generate(one.request)
     length = len(one.case["prompt_token_ids"])
     assert answer.token_ids == tuple(range(length, length + 32))
@@ -210,7 +210,7 @@ def test_a_decoder_of_another_width_is_refused(bundles, language: Language):
     narrow = Parrot()
     narrow.width = 64
     with pytest.raises(InputError, match="the decoder is 64 wide, the engine's embeddings are 128"):
-        load(bundles("eager"), decoder=replace(language, decoder=narrow))
+        load(bundles("eager"), checkpoint=replace(language, decoder=narrow))
 
 
 def test_a_checkpoint_of_another_family_or_without_a_decoder_is_refused(tmp_path):
@@ -233,7 +233,7 @@ def test_a_family_without_a_decoder_and_a_device_that_torch_cannot_reach_are_ref
 def test_a_pipeline_without_a_decoder_raises_how_to_get_one(bundles):
     with (
         load(bundles("eager")) as pipeline,
-        pytest.raises(UnsupportedError, match="with a decoder checkpoint"),
+        pytest.raises(UnsupportedError, match="Load the bundle with a checkpoint"),
     ):
         pipeline.generate("hello")
 

@@ -113,8 +113,8 @@ def built(backend: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> TokenG
 def spelled(shared: Path) -> Iterator[Pipeline]:
     """A family that writes out time, with its decoder."""
     checkpoint = Checkpoint.open(ROOT / "tests/golden/e2e_qwen3_vl/checkpoint")
-    spec = spec_of(checkpoint, backend="eager", into=shared / "engines")
-    with load(build_checkpoint(spec).require_passed().path, decoder=checkpoint) as pipeline:
+    spec = spec_of(checkpoint, backend="eager", output_dir=shared / "engines")
+    with load(build_checkpoint(spec).require_passed().path, checkpoint=checkpoint) as pipeline:
         yield pipeline
 
 

@@ -240,7 +240,7 @@ def test_a_file_that_cannot_be_written_is_an_error_about_its_option_and_leaves_n
 
 
 def test_a_pruned_prompt_is_written_with_the_rows_that_the_mask_leaves_of_each_frame(bundles, language):
-    with load(bundles("eager"), decoder=language) as plain:
+    with load(bundles("eager"), checkpoint=language) as plain:
         rule = plain.recipe.language
         assert rule is not None
         words = replace(rule, prompt=replace(rule.prompt, expand=written_by_frame))
@@ -272,7 +272,7 @@ def test_threads_share_a_pipeline_and_get_the_answers_of_one(bundles, language):
         requests.append(Request(prompt=text, images=[picture], fps=2.0, generation=settings, **film))
     # A cache that holds a few entries, so that they come and go under the threads.
     small = RuntimeOptions(encoder=EncoderOptions(cache_bytes=2**14))
-    with load(bundles("onnxruntime"), decoder=language, runtime=small) as shared:
+    with load(bundles("onnxruntime"), checkpoint=language, runtime=small) as shared:
         expected = [shared.generate(each) for each in requests]
         with ThreadPoolExecutor(8) as threads:
             found = list(threads.map(shared.generate, requests * 2))

@@ -142,7 +142,7 @@ def test_the_program_for_written_time_gives_recorded_positions(
     (case,) = (case for case in json.loads((recorded / "cases.json").read_text()) if case["name"] == name)
     tensors = load_file(recorded / case["file"])
     spec = build_request(
-        Checkpoint.open(recorded / "checkpoint"), backend="onnxruntime", into=shared / "engines"
+        Checkpoint.open(recorded / "checkpoint"), backend="onnxruntime", output_dir=shared / "engines"
     )
     bundle = build_checkpoint(spec).require_passed()
     kinds = [about["kind"] for about in case["media"]]

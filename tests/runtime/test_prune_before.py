@@ -84,10 +84,10 @@ def test_an_answer_is_that_of_transformers_on_the_kept_rows(family, shared):
     from transformers import AutoModelForImageTextToText
 
     checkpoint = Checkpoint.open(FOLDER / E2E[family] / "checkpoint")
-    bundle = build_checkpoint(spec_of(checkpoint, backend="eager", into=shared / "engines"))
+    bundle = build_checkpoint(spec_of(checkpoint, backend="eager", output_dir=shared / "engines"))
     text, clip = "static:0.5", still(14)
     request = Request(raw_prompt=prompt(VIDEO, "What?"), videos=[clip], prune_before=text)
-    with load(bundle.require_passed(), decoder=checkpoint) as pipeline:
+    with load(bundle.require_passed(), checkpoint=checkpoint) as pipeline:
         answer = pipeline.generate(replace(request, generation=Generation(max_new_tokens=1)))
         whole = torch.tensor(pipeline.generate(replace(request, prune_before=None)).prompt_token_ids)
         encoded: Any = pipeline.encode(videos=[clip], prune_before=text)[0]
@@ -368,7 +368,7 @@ def test_options_that_do_not_go_together_are_refused(opened, words):
 
 def test_rules_that_a_bundle_has_packages_of_run_compiled_and_choose_the_same(tmp_path, fresh: Fresh):
     spec = spec_of(
-        Checkpoint.open(CHECKPOINT), backend="eager", selector="evs,predicted,static", into=tmp_path
+        Checkpoint.open(CHECKPOINT), backend="eager", selector="evs,predicted,static", output_dir=tmp_path
     )
     bundle = build_checkpoint(spec).require_passed()
     assert bundle.manifest.graphs.cells == ("predicted", "static")
@@ -403,6 +403,6 @@ def test_a_compiled_rule_keeps_the_cells_of_the_eager_one_at_every_size(name, tm
 
 def test_a_selector_of_two_methods_or_of_rules_that_a_family_cannot_use_is_refused(tmp_path):
     with pytest.raises(RequestError, match="evs and vidcom2 given"):
-        spec_of(Checkpoint.open(CHECKPOINT), backend="eager", selector="evs,vidcom2", into=tmp_path)
+        spec_of(Checkpoint.open(CHECKPOINT), backend="eager", selector="evs,vidcom2", output_dir=tmp_path)
     with pytest.raises(UnsupportedError, match="no pruning method 'sharp'"):
-        spec_of(Checkpoint.open(CHECKPOINT), backend="eager", selector="static,sharp", into=tmp_path)
+        spec_of(Checkpoint.open(CHECKPOINT), backend="eager", selector="static,sharp", output_dir=tmp_path)

@@ -176,12 +176,12 @@ def test_reprs_fit_a_line_and_show_what_matters(fresh):
 
 def test_a_path_is_built_and_what_build_returns_is_loaded(bundles):
     folder = bundles("eager")
-    bundle = vlexport.build(CHECKPOINT, "eager", dtype="fp32", into=folder.parent)
+    bundle = vlexport.build(CHECKPOINT, "eager", dtype="fp32", output_dir=folder.parent)
     assert bundle.path == folder
     with vlexport.load(bundle) as pipeline:
         assert pipeline.bundle.digest == bundle.digest
     with pytest.raises(vlexport.VlexportError, match="fp8"):
-        vlexport.build(str(CHECKPOINT), "eager", dtype="fp8", into=folder.parent)
+        vlexport.build(str(CHECKPOINT), "eager", dtype="fp8", output_dir=folder.parent)
 
 
 untyped: Any = vlexport
@@ -199,13 +199,18 @@ WRONG_BUILDS: dict[str, tuple[dict[str, Any], str]] = {
         "builds for this machine only; targets given: sm89, sm120",
     ),
     "options as a dictionary": ({"options": {"threads": 2}}, "options: dict given, an Options or None"),
-    "limits as a number": ({"limits": 10}, r"limits: 10 \(int\) given, a BuildLimits or None expected"),
+    "a limit in words": ({"build_seconds": "long"}, r"build_seconds: 'long' \(str\) given, a finite number"),
+    "bounds in words": ({"max_pixels": "many"}, "max_pixels: 'many' .* whole number"),
+    "profile and bounds": (
+        {"profile": "image", "max_pixels": 9},
+        "profile given together with max_pixels; expected a profile or bounds",
+    ),
 }
 WRONG_LOADS: dict[str, tuple[dict[str, Any], str]] = {
     "a number": ({"bundle": 3}, "int given as a bundle; the path of its folder is expected"),
     "options as a dictionary": ({"options": {"threads": 2}}, "options: dict given, an Options or None"),
     "runtime as a dictionary": ({"runtime": {}}, "runtime: dict given, a RuntimeOptions or None expected"),
-    "a decoder that is none": ({"decoder": True}, "bool given as a checkpoint"),
+    "a checkpoint that is none": ({"checkpoint": True}, "bool given as a checkpoint"),
 }
 WRONG_CALLS: dict[str, tuple[Callable[[Any], object], str]] = {
     "no question": (lambda each: each.generate(None), "question: nothing given, a text, a list of messages"),
@@ -220,10 +225,6 @@ WRONG_CALLS: dict[str, tuple[Callable[[Any], object], str]] = {
         lambda each: each.encode_items(["a.png"]),
         "items: 'a.png' .* a MediaItem expected",
     ),
-    "bounds in words": (
-        lambda _: untyped.MediaBounds(max_pixels="many"),
-        "max_pixels: 'many' .* whole number",
-    ),
     "a recipe's name": (lambda _: untyped.export("qwen2_5_vl", CHECKPOINT), "recipe: .* a Recipe expected"),
     "a check of nothing": (lambda _: vlexport.check("nowhere"), "no such folder; expected a bundle"),
 }
@@ -233,7 +234,7 @@ def test_a_wrong_call_is_refused_with_what_was_given_and_what_is_expected(fresh,
     folder, pipeline = bundles("eager"), fresh()
     for name, (given, words) in WRONG_BUILDS.items():
         with subtests.test(f"build, {name}"), pytest.raises(vlexport.VlexportError, match=words):
-            vlexport.build(**{"source": CHECKPOINT, "backend": "eager", "into": folder.parent, **given})
+            vlexport.build(**{"source": CHECKPOINT, "backend": "eager", "output_dir": folder.parent, **given})
     for name, (given, words) in WRONG_LOADS.items():
         with subtests.test(f"load, {name}"), pytest.raises(vlexport.VlexportError, match=words):
             vlexport.load(**{"bundle": folder, **given})

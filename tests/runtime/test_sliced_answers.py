@@ -49,8 +49,8 @@ def checkpoint(release: str, tmp_path_factory: pytest.TempPathFactory) -> Checkp
 
 @pytest.fixture(scope="module")
 def sliced(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory):
-    spec = request(checkpoint, backend="eager", into=tmp_path_factory.mktemp("engines"))
-    with load(build_checkpoint(spec).require_passed().path, decoder=checkpoint) as pipeline:
+    spec = request(checkpoint, backend="eager", output_dir=tmp_path_factory.mktemp("engines"))
+    with load(build_checkpoint(spec).require_passed().path, checkpoint=checkpoint) as pipeline:
         yield pipeline
 
 

@@ -105,7 +105,7 @@ def seer(whole, place, language) -> Language:
 def sweep(opened, seer, monkeypatch):
     pipeline = Pipeline(opened.bundle, opened.engine, opened.recipe, seer)
     monkeypatch.setattr(sweeps, "load", lambda *_, **__: nullcontext(pipeline))
-    return partial(vlexport.sweep, opened.bundle, decoder=seer)
+    return partial(vlexport.sweep, opened.bundle, checkpoint=seer)
 
 
 @pytest.fixture
@@ -249,7 +249,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 def test_a_sweep_that_makes_no_sense_is_refused_before_anything_is_loaded(tmp_path, subtests):
     for name, (given, kind, message) in REFUSED.items():
         with subtests.test(name), pytest.raises(kind) as raised:
-            vlexport.sweep(tmp_path / "none", decoder="none", **given)
+            vlexport.sweep(tmp_path / "none", checkpoint="none", **given)
         assert message in str(raised.value)
 
 
@@ -261,7 +261,7 @@ def test_a_family_without_video_tokens_to_prune_is_refused(bundles, seer, clip, 
 
     monkeypatch.setattr(sweeps, "load", without)
     with pytest.raises(UnsupportedError, match="has no spatial video tokens to prune"):
-        vlexport.sweep(bundles("eager"), decoder=seer, videos=clip, fps=2)
+        vlexport.sweep(bundles("eager"), checkpoint=seer, videos=clip, fps=2)
 
 
 SIX = Generation(max_new_tokens=6)
@@ -275,7 +275,7 @@ def test_agreement_with_a_real_decoder_is_that_of_its_answers(bundles, language,
     rates = [0.3, 0.7]
     found = vlexport.sweep(
         bundles("eager"),
-        decoder=CHECKPOINT,
+        checkpoint=CHECKPOINT,
         videos=clip,
         prompt="what moves?",
         fps=2,
@@ -307,7 +307,7 @@ PIXELS = ("static", "static-frames", "before:static", "before:delta", "before:st
 def test_settings_by_pixels_are_answered_as_requests_that_ask_for_them(bundles, language, opened, clip):
     found = vlexport.sweep(
         bundles("eager"),
-        decoder=CHECKPOINT,
+        checkpoint=CHECKPOINT,
         videos=clip,
         prompt="what moves?",
         fps=2,

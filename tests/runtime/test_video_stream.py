@@ -61,9 +61,9 @@ def pipelines(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
                 contents = importlib.import_module(f"vlexport.recipes.demo.{family}").contents()
                 folder = tmp_path_factory.mktemp(family) / "tiny"
                 checkpoint = Checkpoint.open(write_checkpoint(folder, contents, seed=0))
-            spec = build_request(checkpoint, backend=backend, into=shared / "engines")
+            spec = build_request(checkpoint, backend=backend, output_dir=shared / "engines")
             bundle = build_checkpoint(spec).require_passed()
-            made[name] = load(bundle, decoder=checkpoint, options=Options(threads=1))
+            made[name] = load(bundle, checkpoint=checkpoint, options=Options(threads=1))
         return made[name]
 
     yield pipeline

@@ -37,7 +37,7 @@ def built(model_type: str, folder, recipe: str = "generic"):
     if not source.exists():
         write_whole(model_type, source)
     into = folder / "engines" / recipe
-    spec = request(Checkpoint.open(str(source)), recipe=recipe, backend="onnxruntime", into=into)
+    spec = request(Checkpoint.open(str(source)), recipe=recipe, backend="onnxruntime", output_dir=into)
     return source, build_checkpoint(spec).require_passed()
 
 
@@ -149,7 +149,7 @@ def clip_by_hand(source, processor: Any, model_type: str) -> tuple[list[int], li
 )
 def test_answers_are_those_of_transformers(model_type, tmp_path):
     source, bundle = built(model_type, tmp_path)
-    with vlexport.load(bundle.path, decoder=str(source)) as pipeline:
+    with vlexport.load(bundle.path, checkpoint=str(source)) as pipeline:
         processor = pipeline.require_generator().language.decoder.processor  # type: ignore[attr-defined]
         for images in ([], photographs()[:1], photographs()):
             answer = pipeline.generate(QUESTION, images=images, max_new_tokens=TOKENS)
@@ -195,7 +195,7 @@ def test_pruned_answers_are_those_of_the_recipe(model_type, tmp_path):
     answers, grids = [], []
     for recipe in ("generic", model_type):
         source, bundle = built(model_type, tmp_path, recipe)
-        with vlexport.load(bundle.path, decoder=str(source)) as pipeline:
+        with vlexport.load(bundle.path, checkpoint=str(source)) as pipeline:
             # `relevance` takes words of the question; no text follows what is higher than wide.
             asked: list[Any] = [
                 {"images": photographs(), "prune": 0.5, "method": "divprune"},
@@ -226,7 +226,7 @@ def test_pruned_answers_are_those_of_the_recipe(model_type, tmp_path):
 
 def test_answers_made_in_turns_are_those_made_one_by_one(tiles):
     source, bundle = tiles
-    with vlexport.load(bundle.path, decoder=str(source)) as pipeline:
+    with vlexport.load(bundle.path, checkpoint=str(source)) as pipeline:
         asked = [([photographs()[0]], "One?"), (photographs(), "Three?"), ([], "None?")]
         alone = [
             pipeline.generate(question, images=images, max_new_tokens=TOKENS) for images, question in asked
@@ -245,7 +245,7 @@ def test_answers_made_in_turns_are_those_made_one_by_one(tiles):
 
 def test_the_engine_and_not_the_own_tower_gives_the_rows(tiles):
     source, bundle = tiles
-    with vlexport.load(bundle.path, decoder=str(source)) as pipeline:
+    with vlexport.load(bundle.path, checkpoint=str(source)) as pipeline:
         before = pipeline.session.num_calls
         pipeline.generate(QUESTION, images=photographs()[:1], max_new_tokens=1)
         assert pipeline.session.num_calls == before + 1
@@ -266,7 +266,7 @@ def test_the_engine_and_not_the_own_tower_gives_the_rows(tiles):
 )
 def test_what_a_whole_model_does_not_do_is_refused(tiles, options, kind, words):
     source, bundle = tiles
-    with vlexport.load(bundle.path, decoder=str(source)) as pipeline:
+    with vlexport.load(bundle.path, checkpoint=str(source)) as pipeline:
         with pytest.raises(kind, match=words):
             pipeline.generate(QUESTION, **options)
         with pytest.raises(InputError, match="special tokens"):
@@ -280,14 +280,14 @@ def test_other_checkpoints_are_refused(tiles, tmp_path):
     source, bundle = tiles
     other = write_whole("gemma3", tmp_path / "other")
     with pytest.raises(MisfitError, match=r"for internvl \(InternVLModel\).*has no such part"):
-        vlexport.load(bundle.path, decoder=str(other))
+        vlexport.load(bundle.path, checkpoint=str(other))
     weights = write_whole("internvl", tmp_path / "weights")
     model = AutoModelForImageTextToText.from_pretrained(source)
     with torch.no_grad():
         model.model.multi_modal_projector.linear_1.weight *= 1.01
     model.save_pretrained(weights)
     with pytest.raises(MisfitError, match="Build a bundle of the model's checkpoint"):
-        vlexport.load(bundle.path, decoder=str(weights))
+        vlexport.load(bundle.path, checkpoint=str(weights))
 
 
 def test_the_command_answers(tiles, tmp_path):
@@ -296,7 +296,7 @@ def test_the_command_answers(tiles, tmp_path):
     words = ("--image", tmp_path / "picture.png", "--prompt", QUESTION, "--max-new-tokens", TOKENS)
     done = command("run", bundle.path, "--checkpoint", source, *words, "--json")
     assert done.code == 0, done.err
-    with vlexport.load(bundle.path, decoder=str(source)) as pipeline:
+    with vlexport.load(bundle.path, checkpoint=str(source)) as pipeline:
         answer = pipeline.generate(QUESTION, images=str(tmp_path / "picture.png"), max_new_tokens=TOKENS)
     assert done.document["token_ids"] == list(answer.token_ids)
     assert "Loading" not in done.err

@@ -131,7 +131,7 @@ def slope(values: Sequence[float]) -> float:
 def main(bundle: str, decoder: str, dtype: str, count: str, num_shapes: str, num_threads: str) -> None:
     torch.set_num_threads(1)
     runtime = replace(OPTIONS, decoder=DecoderOptions(dtype=dtype))
-    with load(bundle, decoder=decoder, runtime=runtime) as pipeline:
+    with load(bundle, checkpoint=decoder, runtime=runtime) as pipeline:
         found = endure(pipeline, int(count), int(num_shapes), int(num_threads))
     json.dump([asdict(each) for each in found], sys.stdout)
 

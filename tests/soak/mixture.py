@@ -76,7 +76,7 @@ def endure(pipeline: Pipeline, minutes: float) -> tuple[int, int, list[Reading]]
 
 def main(bundle: str, decoder: str, minutes: str) -> None:
     torch.set_num_threads(1)
-    with load(Path(bundle), decoder=decoder, runtime=OPTIONS) as pipeline:
+    with load(Path(bundle), checkpoint=decoder, runtime=OPTIONS) as pipeline:
         refused, answered, found = endure(pipeline, float(minutes))
     readings = [asdict(each) for each in found]
     json.dump({"refused": refused, "answered": answered, "readings": readings}, sys.stdout)

@@ -52,7 +52,7 @@ def endure(pipeline: Pipeline, minutes: int) -> tuple[int, int, list[Reading]]:
 
 def main(bundle: str, decoder: str, minutes: str) -> None:
     torch.set_num_threads(1)
-    with load(Path(bundle), decoder=decoder, runtime=OPTIONS) as pipeline:
+    with load(Path(bundle), checkpoint=decoder, runtime=OPTIONS) as pipeline:
         refused, taken, found = endure(pipeline, int(minutes))
     json.dump({"refused": refused, "taken": taken, "readings": [asdict(each) for each in found]}, sys.stdout)
 

@@ -171,8 +171,8 @@ def test_good_requests_among_hostile_ones_get_the_tokens_they_get_alone(
     record_property("mixed requests", count)
     refused = equal = 0
     with (
-        load(bundles("onnxruntime"), decoder=language) as mixed,
-        load(bundles("onnxruntime"), decoder=language) as alone,
+        load(bundles("onnxruntime"), checkpoint=language) as mixed,
+        load(bundles("onnxruntime"), checkpoint=language) as alone,
     ):
         for start in range(0, count, batch):
             requests, is_bad = mix(batch, SHARE, seed=start)
@@ -227,7 +227,7 @@ def contents(bundle: Path) -> dict[str, bytes]:
 def test_a_build_made_twice_differs_where_the_page_says(backend: str, tmp_path: Path) -> None:
     made = []
     for name in ("first", "second"):
-        spec = request(Checkpoint.open(CHECKPOINT), backend=backend, into=tmp_path / name)
+        spec = request(Checkpoint.open(CHECKPOINT), backend=backend, output_dir=tmp_path / name)
         made.append(build_checkpoint(spec).require_passed().path)
     first, second = map(contents, made)
     assert first.keys() == second.keys()

@@ -26,7 +26,7 @@ def bundle(shared: Path) -> Callable[..., Path]:
     from vlexport.checkpoint import Checkpoint
 
     def made(checkpoint: Path, backend: str = "onnxruntime", **options: Any) -> Path:
-        spec = request(Checkpoint.open(checkpoint), backend=backend, into=shared / "engines", **options)
+        spec = request(Checkpoint.open(checkpoint), backend=backend, output_dir=shared / "engines", **options)
         return build_checkpoint(spec).require_passed().path
 
     return made

@@ -68,7 +68,7 @@ def test_prompts_positions_and_tokens_are_those_outside_vllm(answers, bundle, fo
     checkpoint, options = FOLDER / name / "checkpoint", allowed()
     options |= {"max_num_batched_tokens": chunk, "enable_chunked_prefill": True} if chunk else {}
     found = answers(folder, [*CASES], bundle(checkpoint), checkpoint=checkpoint, **options)
-    with vlexport.load(bundle(checkpoint), decoder=checkpoint) as pipeline:
+    with vlexport.load(bundle(checkpoint), checkpoint=checkpoint) as pipeline:
         for case in json.loads((folder / "cases.json").read_text()):
             asked = replace(request(folder, case, 0.0), prune_before=case["prune_before"])
             answer, each = pipeline.generate(asked), case["name"]
@@ -83,7 +83,7 @@ def test_a_servers_own_choice_gives_the_same_tokens_from_cached_blocks(answers, 
     options = {"checkpoint": E2E, **allowed("predicted"), **caches}
     found = answers(folder, ["whole", "whole"], bundle(E2E), **options)
     (case,) = (case for case in json.loads((folder / "cases.json").read_text()) if case["name"] == "whole")
-    with vlexport.load(bundle(E2E), decoder=E2E) as pipeline:
+    with vlexport.load(bundle(E2E), checkpoint=E2E) as pipeline:
         answer = pipeline.generate(replace(request(folder, case, 0.0), prune_before="predicted"))
     assert found["prompts"]["whole"] == list(answer.prompt_token_ids)
     assert found["tokens"]["whole"] == list(answer.token_ids)

@@ -12,7 +12,6 @@ from vlexport.recipes.demo import kimi_vl, minicpmv, qwen2_5_vl, qwen3_vl
 from vlexport.recipes.demo.writing import write_checkpoint
 
 from tests.vllm.conftest import ROOT
-from vlexport.specs import MediaBounds
 
 CODE = ROOT / "tests" / "vllm"
 WORDS = {
@@ -121,7 +120,7 @@ def test_slices_give_the_tokens_of_vllms_own_tower(answers, bundle, tmp_path, ve
 def test_a_bundle_with_too_small_slices_is_refused_at_start(answers, bundle, tmp_path):
     """Served with slices sixteen times as large as those that it was built for."""
     checkpoint = write_checkpoint(tmp_path / "tiny", minicpmv.contents(minicpmv.Tiny(version="2.6")))
-    built = bundle(checkpoint, profile=MediaBounds(max_pixels=112 * 112, max_images=2, max_frames=8))
+    built = bundle(checkpoint, max_pixels=112 * 112, max_images=2, max_frames=8)
     path = checkpoint / "preprocessor_config.json"
     settings = json.loads(path.read_text())
     path.write_text(json.dumps({**settings, "scale_resolution": 4 * settings["scale_resolution"]}))

@@ -10,7 +10,6 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.golden_data import FOLDER
-from vlexport.specs import MediaBounds
 
 E2E = FOLDER / "e2e"
 CHECKPOINT = E2E / "checkpoint"
@@ -64,7 +63,7 @@ def test_what_does_not_fit_is_refused_at_start(bundle, answers):
     """Another family; images that a prompt has room for and the bundle's profile has not."""
     with pytest.raises(AssertionError, match=r"MisfitError: .* built by recipe 'qwen2_vl', which serves"):
         answers(E2E, SEEN, bundle(FOLDER / "e2e_qwen2_vl" / "checkpoint"))
-    small = bundle(CHECKPOINT, profile=MediaBounds(max_pixels=112 * 112, max_images=2, max_frames=8))
+    small = bundle(CHECKPOINT, max_pixels=112 * 112, max_images=2, max_frames=8)
     with pytest.raises(AssertionError, match=r"LimitError: 1 frame of .* the largest that fits is \d+ x \d+"):
         answers(E2E, SEEN, small)
 

@@ -90,7 +90,7 @@ def answered(bundle: Callable[..., Path], written: Callable[[str], Path]) -> Ite
     def answer(name: str, rate: float) -> dict[str, Answer]:
         checkpoint = FOLDER / name / "checkpoint"
         if name not in pipelines:
-            pipelines[name] = vlexport.load(bundle(checkpoint), decoder=checkpoint)
+            pipelines[name] = vlexport.load(bundle(checkpoint), checkpoint=checkpoint)
         folder = written(name)
         asked = {case["name"]: case for case in json.loads((folder / "cases.json").read_text())}
         return {

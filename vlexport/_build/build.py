@@ -20,7 +20,6 @@ from vlexport._build.request import chosen_selector, request
 from vlexport._build.spec import BuildSpec
 from vlexport._build.token_graphs import compiling, opened_graphs, write_graphs
 from vlexport.backends import (
-    BuildLimits,
     ChecksNetwork,
     Engine,
     EngineSpec,
@@ -49,10 +48,12 @@ from vlexport.bundle import (
     Staging,
     Trust,
     Verdict,
+    check_tag,
     entry_for,
     key_of,
     remove_leftovers,
     staged,
+    tag,
 )
 from vlexport.bundle.trust import Programs, recall_program
 from vlexport.bundle.user_folders import MOST_BYTES, CacheFile, forget
@@ -61,7 +62,7 @@ from vlexport.codec import canonical, checked, encode
 from vlexport.errors import BundleError, InputError, ParityError, UnsupportedError
 from vlexport.parity.report import UNITS, report_in
 from vlexport.reports.card import CARD, card, licence_of
-from vlexport.specs import MediaBounds, ShapeProfile, dtype_name
+from vlexport.specs import ShapeProfile, dtype_name
 from vlexport.system import check_folder, compile_caches, give_back
 
 if TYPE_CHECKING:
@@ -136,7 +137,11 @@ def build(  # noqa: PLR0913  what the command line offers, in one place
     backend: str = "onnxruntime",
     *,
     dtype: str | torch.dtype | None = None,
-    profile: str | ShapeProfile | MediaBounds | None = None,
+    profile: str | ShapeProfile | None = None,
+    min_pixels: int | None = None,
+    max_pixels: int | None = None,
+    max_images: int | None = None,
+    max_frames: int | None = None,
     quantize: str | None = None,
     input_dtype: str | None = None,
     lora: str | Path | None = None,
@@ -144,8 +149,10 @@ def build(  # noqa: PLR0913  what the command line offers, in one place
     selector: str | None = None,
     targets: str | Sequence[str] = (),
     device: str | None = None,
-    limits: BuildLimits | None = None,
-    into: str | Path = "engines",
+    build_seconds: float | None = None,
+    build_memory: float | None = None,
+    output_dir: str | Path = "engines",
+    name: str | None = None,
     options: Options | None = None,
     progress: Progress | None = None,
 ) -> Bundle:
@@ -154,12 +161,14 @@ def build(  # noqa: PLR0913  what the command line offers, in one place
     source       a folder, `org/name[@revision]` on the Hub, an open checkpoint, or a graph of `export`
     backend      where it runs; `vlexport doctor` names those of this machine
     dtype        `float32` (default), `bfloat16` or `float16`; also `fp32`, `bf16`, `fp16`, or torch's own
-    profile      sizes that it takes: names such as "image,video", or `MediaBounds(max_pixels=...)`
+    profile      sizes that it takes, by names such as "image,video"
+    max_pixels   of an image or frame, in place of a profile; `min_pixels`, `max_images` and `max_frames` too
     quantize     `int8` for weights in 8 bits; `input_dtype`: `uint8` for pixels that the engine normalises
     lora         the folder of an adapter to fold in; `recipe`: a name or file instead of the family's own
-    selector     the pruning method of videos; `targets`: GPUs to build for; `limits` of the build
+    selector     the pruning method of videos; `targets`: GPUs to build for
     device       `cpu` (default) or `cuda` for the engine of `onnxruntime`
-    into         the folder of bundles
+    build_memory GiB that a build may take, `build_seconds` how long
+    output_dir   the folder of bundles; `name`: one beside the bundle's own, a link
 
         bundle = vlexport.build("Qwen/Qwen2.5-VL-3B-Instruct", "openvino", dtype="bf16", profile="image")
         pipeline = vlexport.load(bundle)
@@ -169,27 +178,41 @@ def build(  # noqa: PLR0913  what the command line offers, in one place
     of_checkpoint: dict[str, Any] = {
         "dtype": None if dtype is None else dtype_name(dtype),
         "profile": profile,
+        "min_pixels": min_pixels,
+        "max_pixels": max_pixels,
+        "max_images": max_images,
+        "max_frames": max_frames,
         "quantize": quantize,
         "input_dtype": input_dtype,
         "lora": lora,
         "recipe": recipe,
         "targets": (targets.split(",") if isinstance(targets, str) else targets) or None,
         "device": device,
-        "limits": checked("limits", limits, BuildLimits | None),
+        "build_seconds": build_seconds,
+        "build_memory": build_memory,
     }
     arguments = {name: value for name, value in of_checkpoint.items() if value is not None}
+    if name is not None:
+        check_tag(Path(output_dir), name)
+
+    def named(built: Built) -> Bundle:
+        bundle = built.require_passed()
+        if name is not None:
+            tag(bundle.path, name)
+        return bundle
+
     if isinstance(source, Graph):
         if arguments:
             raise InputError(f"a Graph and {', '.join(arguments)} given; a graph has them from its export.")
-        spec = _spec_of(source, backend, options, selector, into)
-        return build_checkpoint(spec, report, source).require_passed()
-    arguments |= {"checkpoint": source, "backend": backend, "selector": selector, "into": into}
-    if needs_process(backend, limits):
+        spec = _spec_of(source, backend, options, selector, output_dir)
+        return named(build_checkpoint(spec, report, source))
+    arguments |= {"checkpoint": source, "backend": backend, "selector": selector, "output_dir": output_dir}
+    if needs_process(arguments):
         if options is not None:
             raise InputError("options and a process of its own given; expected one. Leave options out.")
-        return build_limited(arguments, report).require_passed()
+        return named(build_limited(arguments, report))
     spec = request(**arguments, progress=report)
-    return build_checkpoint(replace(spec, options=options) if options else spec, report).require_passed()
+    return named(build_checkpoint(replace(spec, options=options) if options else spec, report))
 
 
 def build_limited(arguments: Mapping[str, Any], progress: Progress = log_progress) -> Built:
@@ -207,7 +230,7 @@ def build_job(job: str, progress: Progress) -> str:
 
 
 def _spec_of(
-    graph: Graph, backend: str, options: Options | None, selector: str | None, into: str | Path
+    graph: Graph, backend: str, options: Options | None, selector: str | None, output_dir: str | Path
 ) -> BuildSpec:
     quantize = graph.quantisation.name if graph.quantisation else None
     require(chosen := find_backend(backend), graph.dtype, quantize, graph.input_dtype)
@@ -225,7 +248,7 @@ def _spec_of(
         selector=method,
         cells=cells,
         tensors=graph.recipe.stored_tensors(graph.checkpoint, graph.config),
-        into=Path(into),
+        output_dir=Path(output_dir),
     )
 
 
@@ -235,20 +258,23 @@ def build_checkpoint(spec: BuildSpec, progress: Progress = log_progress, graph: 
     What an interrupted build of the same key finished is taken over: its engine, or a heavy tower's graph.
     """
     assert spec.backend is not None
-    check_folder(spec.into)
+    check_folder(spec.output_dir)
     Trust.of().probe()
 
     progress("hash weights", 0.0)
     key = build_key(spec)
-    path, digest = entry_for(spec.into, key, spec.model), key_of(key)
+    path, digest = entry_for(spec.output_dir, key, spec.model), key_of(key)
     verdicts = enough(spec.backend, key.target)
     if (bundle := stored(path, digest, verdicts)) is not None:
-        remove_leftovers(spec.into, path.name)
+        remove_leftovers(spec.output_dir, path.name)
         return _remembered(spec, bundle, cached=True)
 
     capability = capability_of(spec.backend, key.dtype, key.quantisation)
     need = disk(capability.costs if capability else None, spec.scale, key.dtype, spec.quantisation)
-    with staged(spec.into, path.name, key=digest, need=need) as staging, compile_caches(staging.scratch):
+    with (
+        staged(spec.output_dir, path.name, key=digest, need=need) as staging,
+        compile_caches(staging.scratch),
+    ):
         # Another process may have built it while this one waited for its turn.
         if (bundle := stored(path, digest, verdicts)) is not None:
             return _remembered(spec, bundle, cached=True)

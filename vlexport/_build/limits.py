@@ -12,21 +12,25 @@ from vlexport.backends._child import Work, run
 from vlexport.bundle.store import unfinished
 from vlexport.checkpoint import Checkpoint
 from vlexport.codec import decode, encode
-from vlexport.specs import MediaBounds, ShapeProfile
+from vlexport.specs import ShapeProfile
 
-_PROFILES: dict[str, type] = {kind.__name__: kind for kind in (MediaBounds, ShapeProfile)}
+LIMITS = ("build_seconds", "build_memory")
 
 
-def needs_process(backend: str, limits: BuildLimits | None) -> bool:
+def needs_process(arguments: Mapping[str, Any]) -> bool:
     """Return whether a build goes to a process of its own; one that starts such a process itself does not."""
-    engine = find_backend(backend)
-    return not engine.can_limit_builds and (limits is not None or engine.may_crash)
+    engine = find_backend(arguments["backend"])
+    return not engine.can_limit_builds and (_limits(arguments) is not None or engine.may_crash)
+
+
+def _limits(arguments: Mapping[str, Any]) -> BuildLimits | None:
+    return BuildLimits.of(*map(arguments.get, LIMITS))
 
 
 def run_limited(function: str, arguments: Mapping[str, Any], progress: Progress) -> Any:
-    """Run a function with the arguments of `request`; `limits` among them are those of its process."""
-    options = {name: value for name, value in arguments.items() if name != "limits"}
-    source, into = options["checkpoint"], Path(options["into"])
+    """Run a function with the arguments of `request`; limits among them are those of its process."""
+    options = {name: value for name, value in arguments.items() if name not in LIMITS}
+    source, into = options["checkpoint"], Path(options["output_dir"])
     if isinstance(source, Checkpoint) and source.adapter is not None:
         options["lora"] = source.adapter.files.location.place
 
@@ -40,7 +44,7 @@ def run_limited(function: str, arguments: Mapping[str, Any], progress: Progress)
         function=function,
         job=json.dumps({name: _written(value) for name, value in options.items()}),
         library=f"backend '{options['backend']}'",
-        limits=arguments.get("limits") or BuildLimits(),
+        limits=_limits(arguments) or BuildLimits(),
         ended=remove_rest,
     )
     return json.loads(run(work, progress))
@@ -50,14 +54,9 @@ def read_arguments(job: str) -> dict[str, Any]:
     """Return the arguments in the job of a process."""
     arguments: dict[str, Any] = json.loads(job)
     if isinstance(arguments.get("profile"), dict):
-        ((name, value),) = arguments["profile"].items()
-        arguments["profile"] = decode(_PROFILES[name], value)
+        arguments["profile"] = decode(ShapeProfile, arguments["profile"])
     return arguments
 
 
 def _written(value: Any) -> Any:
-    if isinstance(value, Checkpoint):
-        return value.location.place
-    if type(value).__name__ in _PROFILES:
-        return {type(value).__name__: encode(value)}
-    return encode(value)
+    return value.location.place if isinstance(value, Checkpoint) else encode(value)

@@ -92,9 +92,9 @@ class Forecast:
 def forecast(spec: BuildSpec) -> Forecast:
     """Forecast a build. Hashes the tower's weights for the bundle's name; builds and writes nothing."""
     assert spec.backend is not None
-    check_folder(spec.into)
+    check_folder(spec.output_dir)
     fields = build_key(spec)
-    path = entry_for(spec.into, fields, spec.model)
+    path = entry_for(spec.output_dir, fields, spec.model)
     present = finished(path, key_of(fields))
     axes = spec.recipe.axes(spec.config, spec.form)
     inputs = specs_of(example_inputs(spec.recipe, spec.config, spec.dtype, spec.form), axes)

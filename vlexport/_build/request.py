@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 from vlexport._build.spec import BuildSpec
 from vlexport.backends import BuildLimits, Progress, find_backend, log_progress, require
@@ -14,7 +15,12 @@ from vlexport.codec import checked
 from vlexport.errors import RequestError, UnsupportedError, nearest
 from vlexport.pruning.cells import RULES
 from vlexport.recipe import Recipe, recipe_for
-from vlexport.specs import PIXELS, MediaBounds, Precision, ShapeProfile, union
+from vlexport.specs import PIXELS, MediaBounds, Precision, ShapeProfile, dtype_name, union
+
+if TYPE_CHECKING:
+    from vlexport._build.plan import Forecast
+
+P = ParamSpec("P")
 
 
 def request(  # noqa: PLR0913  one argument per option of the command line
@@ -26,13 +32,18 @@ def request(  # noqa: PLR0913  one argument per option of the command line
     dtype: str = "float32",
     input_dtype: str = PIXELS,
     quantize: str | None = None,
-    profile: str | ShapeProfile | MediaBounds | None = None,
+    profile: str | ShapeProfile | None = None,
+    min_pixels: int | None = None,
+    max_pixels: int | None = None,
+    max_images: int | None = None,
+    max_frames: int | None = None,
     fp32_layers: Mapping[str, str] | None = None,
     selector: str | None = None,
-    targets: Sequence[str] = (),
+    targets: str | Sequence[str] = (),
     device: str | None = None,
-    limits: BuildLimits | None = None,
-    into: str | Path = "engines",
+    build_seconds: float | None = None,
+    build_memory: float | None = None,
+    output_dir: str | Path = "engines",
     progress: Progress = log_progress,
 ) -> BuildSpec:
     """Return the spec of a build: the recipe serves the checkpoint, the backend precision and devices.
@@ -44,6 +55,12 @@ def request(  # noqa: PLR0913  one argument per option of the command line
     fp32_layers  parts of the tower that stay float32; None measures in float16 which ones have to
     """
     # Whatever needs no tower is refused first: recipes import torch.
+    sizes = {
+        "min_pixels": min_pixels, "max_pixels": max_pixels, "max_images": max_images, "max_frames": max_frames
+    }  # fmt: skip
+    checked("profile", profile, str | ShapeProfile | None)
+    bounds, limits = _bounds(profile, sizes), BuildLimits.of(build_seconds, build_memory)
+    dtype, targets = dtype_name(dtype), targets.split(",") if isinstance(targets, str) else targets
     engine = find_backend(backend)
     capability = require(engine, dtype, quantize, input_dtype, device)
     engine.options(targets, (), limits)
@@ -51,7 +68,7 @@ def request(  # noqa: PLR0913  one argument per option of the command line
     source = source if lora is None else source.adapted(Adapter.open(lora))
     family = recipe_for(source, recipe)
     config = family.read_config(source, input_dtype)
-    profiles = [profile] if isinstance(profile, ShapeProfile) else _profiles(family, config, profile)
+    profiles = _profiles(family, config, profile if bounds is None else bounds)
     options = engine.options(targets, profiles, limits)
     options = replace(options, device=device) if device else options
     if fp32_layers is None and dtype == "float16":
@@ -72,8 +89,31 @@ def request(  # noqa: PLR0913  one argument per option of the command line
         selector=method,
         cells=cells,
         tensors=family.stored_tensors(source, config),
-        into=Path(into),
+        output_dir=Path(output_dir),
     )
+
+
+def _forecasting(resolve: Callable[P, BuildSpec]) -> Callable[P, Forecast]:
+    """Return `plan`, which takes the arguments that `resolve` takes."""
+
+    def plan(*args: P.args, **named: P.kwargs) -> Forecast:
+        """Estimate shapes, padding, disk, memory and time of a build, and tell whether it exists already.
+
+        The arguments are those of `build`. Nothing is built or written.
+
+            vlexport.plan("path/to/checkpoint", backend="openvino", max_pixels=448 * 448).cached
+        """
+        spec = resolve(*args, **named)
+        # Imports torch; what was given is in order by now.
+        from vlexport._build.plan import forecast
+
+        return forecast(spec)
+
+    plan.__signature__ = signature(resolve).replace(return_annotation="Forecast")  # type: ignore[attr-defined]
+    return plan
+
+
+plan = _forecasting(request)
 
 
 def chosen_selector(
@@ -108,9 +148,22 @@ def chosen_selector(
     return None, cells
 
 
-def _profiles(recipe: Recipe[Any], config: Any, name: str | MediaBounds | None) -> list[ShapeProfile]:
+def _bounds(profile: object, sizes: Mapping[str, int | None]) -> MediaBounds | None:
+    given = {name: size for name, size in sizes.items() if size is not None}
+    if given and profile is not None:
+        raise RequestError(
+            f"profile given together with {', '.join(given)}; expected a profile or bounds. Leave one of "
+            "them out."
+        )
+    return MediaBounds(**given) if given else None
+
+
+def _profiles(
+    recipe: Recipe[Any], config: Any, name: str | ShapeProfile | MediaBounds | None
+) -> list[ShapeProfile]:
     """Return the profiles of a name or of several, as in `image,video`; without any, the recipe's first."""
-    checked("profile", name, str | ShapeProfile | MediaBounds | None)
+    if isinstance(name, ShapeProfile):
+        return [name]
     if isinstance(name, MediaBounds):
         return [recipe.packing(config).profile(name.profile, name)]
     profiles = recipe.profiles(config)

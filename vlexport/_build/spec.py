@@ -35,7 +35,7 @@ class BuildSpec(TowerSpec):
     options: Options = field(default_factory=Options)
     selector: str | None = None
     cells: tuple[str, ...] = ()
-    into: Path = Path("engines")
+    output_dir: Path = Path("engines")
     tensors: Mapping[str, StoredTensor]
 
     def in_float32(self) -> BuildSpec:

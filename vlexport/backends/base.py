@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import distributions, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Self
 
 from vlexport._build.estimate import Costs, DeviceNeeds, TowerScale
 from vlexport.codec import checked
@@ -105,6 +105,16 @@ class BuildLimits:
 
     seconds: float = 3600.0
     gibibytes: float = 0.0
+
+    @classmethod
+    def of(cls, build_seconds: float | None, build_memory: float | None) -> Self | None:
+        """Return the limits of the options of a build; None where none is given."""
+        limits = {
+            "seconds": checked("build_seconds", build_seconds, float | None),
+            "gibibytes": checked("build_memory", build_memory, float | None),
+        }
+        given = {name: limit for name, limit in limits.items() if limit is not None}
+        return cls(**given) if given else None
 
     def __post_init__(self) -> None:
         # Thirty years, and more memory than any machine has: timers and limits of the system represent them.

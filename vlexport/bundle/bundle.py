@@ -172,7 +172,7 @@ class Bundle:
             words += ["--lora", manifest.checkpoint.adapter.source]
         words += ["--backend", manifest.target.backend, "--dtype", manifest.precision.dtype]
         if manifest.input_dtype != PIXELS:
-            words += ["--input", manifest.input_dtype]
+            words += ["--input-dtype", manifest.input_dtype]
         if manifest.precision.quantisation is not None:
             words += ["--quantize", manifest.precision.quantisation]
         if (method := selector or manifest.graphs.selector) is not None:

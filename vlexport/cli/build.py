@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +24,6 @@ from vlexport.cli.options import (
 )
 from vlexport.cli.output import data_is_out, is_verbose, print_line, show, show_json, show_report, show_table
 from vlexport.cli.progress import Overall, duration, phases
-from vlexport.errors import RequestError
-from vlexport.specs import MediaBounds
 
 if TYPE_CHECKING:
     from vlexport._build.build import Built
@@ -53,7 +51,6 @@ class BuildOptions:
     input_dtype: str = option(
         "DTYPE",
         "Patches: float32, or uint8 that the engine normalizes.",
-        "--input",
         default="float32",
         values=specs.INPUT_DTYPES,
     )
@@ -89,34 +86,10 @@ class BuildOptions:
     )
 
     def arguments(self, context: typer.Context) -> dict[str, Any]:
-        from vlexport.backends import BuildLimits
-
         if self.write_config is not None:
             write_options(context, self.write_config)
-        limits = _without_none(seconds=self.build_seconds, gibibytes=self.build_memory)
-        names = ("checkpoint", "lora", "recipe", "backend", "dtype", "input_dtype", "selector", "device")
-        return {
-            **{name: getattr(self, name) for name in names},
-            "quantize": self.quantize,
-            "profile": self._profile(),
-            "targets": self.targets.split(",") if self.targets else (),
-            "limits": BuildLimits(**limits) if limits else None,
-            "into": self.output_dir,
-        }
-
-    def _profile(self) -> str | MediaBounds | None:
-        names = ("min_pixels", "max_pixels", "max_images", "max_frames")
-        bounds = _without_none(**{name: getattr(self, name) for name in names})
-        if bounds and self.profile is not None:
-            raise RequestError(
-                "--profile given together with --min-pixels, --max-pixels, --max-images or --max-frames; "
-                "expected a profile or bounds. Leave one of them out."
-            )
-        return MediaBounds(**bounds) if bounds else self.profile
-
-
-def _without_none(**values: Any) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
+        names = {field.name for field in fields(self)} - {"config", "write_config"}
+        return {name: getattr(self, name) for name in names}
 
 
 @grouped
@@ -142,7 +115,7 @@ def build(
     kind = ("build", options.backend, options.dtype)
     overall, weights = Overall(recall(*kind)), None
     with phases("build", overall) as progress:
-        if needs_process(options.backend, arguments["limits"]):
+        if needs_process(arguments):
             from vlexport._build.build import build_limited
 
             built = build_limited(arguments, progress)
@@ -197,12 +170,9 @@ def plan(*, context: typer.Context, options: BuildOptions, as_json: bool = JSON)
     Also shows whether the bundle exists already. Nothing is built or written.
     """
     arguments = options.arguments(context)
-    from vlexport._build.request import request
+    from vlexport._build.request import plan as planned_by
 
-    spec = request(**arguments)
-    from vlexport._build.plan import forecast
-
-    planned = forecast(spec)
+    planned = planned_by(**arguments)
     if as_json:
         show_json("plan", planned.to_json())
         return

@@ -193,7 +193,7 @@ class Decoding:
 
         decoder = DecoderOptions(dtype=self.dtype, device=self.device)
         runtime = RuntimeOptions(decoder=decoder, prompt_layout=prompt_layout)
-        return {"decoder": self.checkpoint or checkpoint_of(bundle), "runtime": runtime}
+        return {"checkpoint": self.checkpoint or checkpoint_of(bundle), "runtime": runtime}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -132,7 +132,7 @@ class Case:
 def sweep(  # noqa: PLR0913  what the command line offers, in one place
     bundle: str | Path | Bundle,
     *,
-    decoder: str | Path | Checkpoint | Language,
+    checkpoint: str | Path | Checkpoint | Language,
     task: str | Path | None = None,
     videos: VideoSource | Iterable[VideoSource] = (),
     prompt: str = PROMPT,
@@ -162,7 +162,7 @@ def sweep(  # noqa: PLR0913  what the command line offers, in one place
 
     The other arguments are those of `load`. A question that fails is in no row, and under `failed`.
 
-        found = vlexport.sweep("engines/BUNDLE", decoder="path/to/checkpoint", task="task.jsonl")
+        found = vlexport.sweep("engines/BUNDLE", checkpoint="path/to/checkpoint", task="task.jsonl")
         Path("sweep.svg").write_text(found.svg())
     """
     generation = Generation(max_new_tokens=max_new_tokens)
@@ -171,7 +171,7 @@ def sweep(  # noqa: PLR0913  what the command line offers, in one place
     progress("open", 0.0)
     opened = load(
         bundle,
-        decoder=decoder,
+        checkpoint=checkpoint,
         trust=trust,
         allow_failed=allow_failed,
         recipe=recipe,

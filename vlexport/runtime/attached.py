@@ -165,8 +165,8 @@ def _owner(model: Any, session: EngineSession) -> Any:
     if (recipe.model_types and not takes_grids) or session.packing.levels is not None:
         raise UnsupportedError(
             f"{path}: recipe '{recipe.name}' with input {session.bundle.manifest.input_dtype} takes "
-            f"other rows than {type(owner).__name__} of transformers. Build with --input float32, or with "
-            "--recipe generic."
+            f"other rows than {type(owner).__name__} of transformers. Build with --input-dtype float32, or "
+            "with --recipe generic."
         )
     if METHOD in vars(owner):
         raise UnsupportedError(

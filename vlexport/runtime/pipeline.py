@@ -322,7 +322,7 @@ class Pipeline:
         if self._generator is None:
             raise UnsupportedError(
                 "this pipeline has no decoder, so it encodes but does not answer. "
-                "Load the bundle with a decoder checkpoint."
+                "Load the bundle with a checkpoint."
             )
         return self._generator
 
@@ -341,7 +341,7 @@ class Pipeline:
 def load(  # noqa: PLR0913  what the command line offers, in one place
     bundle: str | Path | Bundle,
     *,
-    decoder: str | Path | Checkpoint | Language | None = None,
+    checkpoint: str | Path | Checkpoint | Language | None = None,
     trust: str | None = None,
     allow_failed: bool = False,
     recipe: str | None = None,
@@ -351,7 +351,8 @@ def load(  # noqa: PLR0913  what the command line offers, in one place
     """Open a bundle for use.
 
     bundle        its folder, or what `build` returned
-    decoder       the checkpoint whose language model answers questions (default: the pipeline encodes only)
+    checkpoint    has the language model that answers questions (default: the pipeline encodes only); or a
+                  `Language` of your own
     trust         the digest of a bundle from elsewhere, which approves it
     allow_failed  open a bundle that did not pass its accuracy check
     recipe        the file of the private recipe that built it
@@ -373,8 +374,8 @@ def load(  # noqa: PLR0913  what the command line offers, in one place
     )
     try:
         language = None
-        if decoder is not None:
-            language = language_of(session.recipe, decoder, chosen.decoder, session.config)
+        if checkpoint is not None:
+            language = language_of(session.recipe, checkpoint, chosen.decoder, session.config)
         return Pipeline(session.bundle, session.engine, session.recipe, language, chosen)
     except BaseException:
         session.engine.close()

@@ -667,7 +667,7 @@ def growing_turn(steps: AnswerGenerator) -> GrowingTurn:
     if not hasattr(turn, "rewind"):
         raise UnsupportedError(
             f"{type(steps.language.decoder).__name__}: its sequences cannot return to an earlier place, "
-            "which a stream needs. Load the bundle with a decoder checkpoint."
+            "which a stream needs. Load the bundle with a checkpoint."
         )
     return cast("GrowingTurn", turn)
 

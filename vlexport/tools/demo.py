@@ -93,12 +93,12 @@ def run_demo(recipe: str, folder: Path, into: Path, backend: str, progress: Prog
     """Write a tiny checkpoint, build and check a bundle, encode media, answer a question, write a report."""
     _make_folder(folder)
     checkpoint = Checkpoint.open(_checkpoint(recipe, folder))
-    built = build_checkpoint(request(checkpoint, recipe=recipe, backend=backend, into=into), progress)
+    built = build_checkpoint(request(checkpoint, recipe=recipe, backend=backend, output_dir=into), progress)
     bundle = built.require_passed()
     shown = _media(recipe, folder) if _takes_videos(checkpoint, recipe) else _image_alone(folder)
     progress("encode and answer", 0.0)
     picture, report = folder / "kept.png", folder / "report.html"
-    with load(bundle.path, decoder=checkpoint) as pipeline:
+    with load(bundle.path, checkpoint=checkpoint) as pipeline:
         items = pipeline.encode(images=[shown.image], videos=shown.videos, fps=FRAMES_PER_SECOND)
         answer = _answer(pipeline, shown, picture)
     with replacing(report) as temporary:

@@ -90,7 +90,7 @@ def open_tower(settings: BundleSettings, served: Checkpoint, *, given_bytes: boo
         if session.packing.levels is not None and not given_bytes:
             raise UnsupportedError(
                 f"{session.bundle.path}: the engine takes bytes, and pixels come normalised, as they do for "
-                "slices and where mm_device_do_normalize is off. Build with --input float32."
+                "slices and where mm_device_do_normalize is off. Build with --input-dtype float32."
             )
         _check_served(session, served, check_weights=settings.check_weights)
     except BaseException:
