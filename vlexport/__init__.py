@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from vlexport.bundle.hub import pull, push
     from vlexport.checkpoint import Checkpoint
     from vlexport.errors import VlexportError
-    from vlexport.evaluate.answers import check
     from vlexport.evaluate.sweep import sweep
     from vlexport.media.limits import MediaLimits
     from vlexport.parity.report import ParityReport
     from vlexport.positions.rules import PositionOptions
     from vlexport.recipe import Recipe, find_recipe
     from vlexport.reports.compare import compare
+    from vlexport.reports.facts import report
     from vlexport.runtime.attached import attach
     from vlexport.runtime.decoder import DecoderOptions
     from vlexport.runtime.encoder import EncoderOptions
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from vlexport.runtime.prune import PruningOptions
     from vlexport.runtime.request import Generation, Request, RequestLimits
     from vlexport.specs import MediaItem, Pixels, ShapeProfile
+    from vlexport.tools.check import check
     from vlexport.tools.doctor import doctor
     from vlexport.tools.inspect import inspect
 
@@ -75,7 +76,7 @@ _HOMES = {
     "VlexportError": "vlexport.errors",
     "attach": "vlexport.runtime.attached",
     "build": "vlexport._build.build",
-    "check": "vlexport.evaluate.answers",
+    "check": "vlexport.tools.check",
     "compare": "vlexport.reports.compare",
     "doctor": "vlexport.tools.doctor",
     "export": "vlexport._build.export",
@@ -85,6 +86,7 @@ _HOMES = {
     "plan": "vlexport._build.request",
     "pull": "vlexport.bundle.hub",
     "push": "vlexport.bundle.hub",
+    "report": "vlexport.reports.facts",
     "sweep": "vlexport.evaluate.sweep",
 }
 
@@ -123,6 +125,7 @@ __all__ = [
     "plan",
     "pull",
     "push",
+    "report",
     "sweep",
 ]
 

@@ -314,6 +314,6 @@ def test_media_of_ones_own_have_a_row_each_at_their_size(bundle, video, tmp_path
     ran = vlexport(*words)
     assert (ran.code, "own page.png" in ran.err) == (3, True), ran.err
     refused = vlexport("check", bundle, tmp_path / "page.png")
-    assert (refused.code, "files given without --accuracy" in refused.err) == (2, True)
+    assert (refused.code, "files given without accuracy" in refused.err) == (2, True)
     refused = vlexport("check", bundle, "--accuracy", tmp_path / "absent.png")
     assert (refused.code, "absent.png" in refused.err) == (2, True)

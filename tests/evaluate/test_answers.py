@@ -97,7 +97,7 @@ def test_questions_that_cannot_be_read_are_refused_before_anything_is_checked(bu
 def test_questions_without_the_check_are_refused(bundle):
     ran = run("check", bundle.path, "--task", TRAINED)
     assert ran.code == 2
-    assert "--task given without --accuracy" in ran.err
+    assert "task given without accuracy" in ran.err
 
 
 def test_answers_to_frames_that_are_pushed_are_those_to_the_whole_video(bundle, record_property):

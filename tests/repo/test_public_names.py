@@ -30,7 +30,7 @@ PUBLIC = {
     "VlexportError": "vlexport.errors",
     "attach": "vlexport.runtime.attached",
     "build": "vlexport._build.build",
-    "check": "vlexport.evaluate.answers",
+    "check": "vlexport.tools.check",
     "compare": "vlexport.reports.compare",
     "doctor": "vlexport.tools.doctor",
     "export": "vlexport._build.export",
@@ -40,6 +40,7 @@ PUBLIC = {
     "plan": "vlexport._build.request",
     "pull": "vlexport.bundle.hub",
     "push": "vlexport.bundle.hub",
+    "report": "vlexport.reports.facts",
     "sweep": "vlexport.evaluate.sweep",
 }
 

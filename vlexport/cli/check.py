@@ -21,13 +21,10 @@ from vlexport.cli.options import (
 )
 from vlexport.cli.output import data_is_out, is_verbose, print_line, show, show_json, show_report, show_table
 from vlexport.cli.progress import Overall, phases
-from vlexport.codec import encode
-from vlexport.errors import ParityError, RequestError, ResourceError
+from vlexport.errors import RequestError
 
 if TYPE_CHECKING:
-    from vlexport.bundle import Bundle
-    from vlexport.checkpoint import Checkpoint
-    from vlexport.parity.report import ParityReport
+    from vlexport.tools.check import Checked
 
 
 def check(
@@ -55,102 +52,55 @@ def check(
     that passes, the bundle opens from then on. The verdict of --accuracy is stored if the reference has the
     weights that the bundle was built from; with --task or files it is not, as they are a part of it.
     """
-    media = media_files(files or [], openable=True)
-    settings = {"checkpoint": checkpoint, "lora": lora, "layers": layers or None, "task": task, "fps": fps}
-    extra = [f"--{name}" for name, value in settings.items() if value is not None]
-    if (extra or media) and not accuracy:
-        words = ", ".join([*extra, *(["files"] if media else [])])
-        raise RequestError(f"{words} given without --accuracy, which compares with them. Add it.")
-    reference = {**settings, "media": media}
-    facts: dict[str, object] = {"bundle": str(bundle)}
-    if run or not accuracy:
-        facts |= _check_files(bundle, recipe, run=run, as_json=as_json)
-    if not accuracy:
-        if as_json:
-            show_json("check", facts)
-        return
-    report, more = _check_accuracy(bundle, reference, recipe)
+    checked = _checked(
+        bundle,
+        accuracy=accuracy,
+        files=media_files(files or [], openable=True),
+        fps=fps,
+        run=run,
+        checkpoint=checkpoint,
+        lora=lora,
+        layers=layers,
+        task=task,
+        recipe=recipe,
+    )
     if as_json:
-        show_json("check", {**facts, **more})
+        show_json("check", checked.to_json())
     else:
+        _show(checked)
+    with data_is_out():
+        checked.require_passed()
+
+
+def _checked(bundle: Path, *, accuracy: bool, **options: Any) -> Checked:
+    from vlexport.tools.check import check as library
+
+    if not accuracy:
+        return library(bundle, **options)
+    from vlexport.bundle import Bundle
+
+    manifest = Bundle.open(bundle, verify="lazy").manifest
+    kind = ("parity", manifest.target.backend, manifest.precision.dtype)
+    overall = Overall(recall(*kind))
+    with phases("check", overall) as progress:
+        progress("check", 0.0)
+        checked = library(bundle, accuracy=True, progress=progress, **options)
+    keep(Timings(phases=overall.finish()), *kind)
+    return checked
+
+
+def _show(checked: Checked) -> None:
+    if checked.intact:
+        manifest = checked.bundle.manifest
+        show(f"{checked.bundle.path}: {len(manifest.files)} files intact, trusted, fits {manifest.target}")
+        print_line(f"accuracy check: {checked.summary}")
+    if checked.proof is not None:
+        print_line(f"proof: passed: {checked.proof.summary()}")
+    if (report := checked.report) is not None:
         show_report(report.table() if is_verbose() else report.brief())
         if report.layers is not None:
             show(report.layers.table())
-        print_line("verdict stored" if more["stored"] else f"verdict not stored: {more['reason']}")
-    with data_is_out():
-        if not report.passed:
-            bad = report.first_bad()
-            raise ParityError(
-                f"{bundle}: accuracy check '{report.status}', 'passed' expected: "
-                f"{bad.told() if bad else 'it could not run'}. -v prints every row."
-            )
-
-
-def _check_files(bundle: Path, recipe: str | None, *, run: bool, as_json: bool) -> dict[str, object]:
-    from vlexport.bundle import Bundle
-
-    opened = Bundle.open(bundle)
-    from vlexport.parity.report import summary_of
-    from vlexport.runtime.opening import open_engine, require_fit
-
-    require_fit(opened, recipe, unproven=run)
-    manifest, summary, proof = opened.manifest, summary_of(opened.verdict), None
-    if run:
-        from vlexport.runtime.proof import require_proven
-
-        with open_engine(opened, unproven=True) as engine:
-            proof = require_proven(opened, engine)
-    if not as_json:
-        show(f"{bundle}: {len(manifest.files)} files intact, trusted, fits {manifest.target}")
-        print_line(f"accuracy check: {summary}")
-        if proof is not None:
-            print_line(f"proof: passed: {proof.summary()}")
-    return {
-        "digest": opened.digest,
-        "target": manifest.target.tag,
-        "parity": opened.verdict.status,
-        "summary": summary,
-        "files": {name: record.sha256 for name, record in manifest.files.items()},
-        "proof": encode(proof),
-    }
-
-
-def _check_accuracy(
-    bundle: Path, reference: Mapping[str, Any], recipe: str | None
-) -> tuple[ParityReport, dict[str, object]]:
-    """Return the table and what `--json` prints about it."""
-    from vlexport.bundle import Bundle
-    from vlexport.runtime.opening import checkpoint_of
-
-    opened = Bundle.open(bundle, verify="lazy")
-    against = reference["checkpoint"]
-    source = checkpoint_of(opened, against, reference["lora"])
-    from vlexport.evaluate.answers import check as compared
-
-    kind = ("parity", opened.manifest.target.backend, opened.manifest.precision.dtype)
-    overall = Overall(recall(*kind))
-    settings = {name: reference[name] for name in ("task", "lora", "media", "fps")}
-    settings |= {"layers": bool(reference["layers"]), "recipe": recipe}
-    with phases("check", overall) as progress:
-        progress("check", 0.0)
-        report = compared(opened, source if against else None, progress=progress, **settings)
-        progress("store", 0.0)
-        own = [name for name in ("task", "media") if reference[name]]
-        reason = f"{' and '.join(own)} of your own are a part of it" if own else ""
-        reason = reason or _store(opened, report, source, recipe)
-    keep(Timings(phases=overall.finish()), *kind)
-    result = {"status": report.status, "stored": not reason, "reason": reason}
-    return report, {**result, "identity": opened.manifest.identity(), "table": report.to_json()}
-
-
-def _store(bundle: Bundle, report: ParityReport, source: Checkpoint, recipe: str | None) -> str:
-    from vlexport._build.build import store_verdict
-
-    try:
-        stored = store_verdict(bundle, report, source, recipe)
-    except (RequestError, ResourceError) as error:
-        return str(error)
-    return "" if stored else "the reference has other weights"
+        print_line(f"verdict not stored: {checked.unstored}" if checked.unstored else "verdict stored")
 
 
 def inspect(
@@ -218,20 +168,13 @@ def report(
     It shows accuracy, drift by block, latency, padding and memory, pruning, origin and environment. Nothing
     is measured: results come from the bundle, its accuracy check and the files given.
     """
-    from vlexport.bundle import Bundle
-    from vlexport.runtime.outputs import writing
+    from vlexport.reports.facts import report as library
 
-    opened = Bundle.open(bundle)
-    from vlexport.reports.facts import read_results
-    from vlexport.reports.page import page
-
-    text = page(opened, read_results(opened, bench=bench, plan=plan, sweep=sweep, overlay=overlay))
-    with writing(output) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    written = library(bundle, output, bench=bench, plan=plan, sweep=sweep, overlay=overlay)
     if as_json:
-        show_json("report", {"out": str(output), "bytes": output.stat().st_size})
+        show_json("report", written.to_json())
         return
-    show(str(output))
+    show(str(written.out))
 
 
 def repro(

@@ -90,7 +90,6 @@ def check(  # noqa: PLR0913  options of a check
     task: str | Path | None = None,
     media: Sources = (),
     fps: float | None = None,
-    decoder: str | Path | Checkpoint | None = None,
     recipe: str | None = None,
     lora: str | Path | None = None,
     progress: Progress = log_progress,
@@ -100,7 +99,6 @@ def check(  # noqa: PLR0913  options of a check
     media    images and videos of one's own, compared at their own sizes, a row for each
     fps      rate of frames that have none, or at which video files are sampled
     task     file of questions with answers (`vlexport.evaluate.tasks`), answered with both sides' embeddings
-    decoder  the checkpoint whose decoder answers, if not the reference's own
     recipe   the file of the private recipe that built the bundle, if one did
     lora     where the adapter of the build is, if it has moved
     """
@@ -118,7 +116,7 @@ def check(  # noqa: PLR0913  options of a check
         raise UnsupportedError(no_language(built_by))
 
     def answers(engine: Engine, subject: BuildSpec) -> list[Row]:
-        language = language_of(built_by, decoder or subject.checkpoint, DecoderOptions())
+        language = language_of(built_by, subject.checkpoint, DecoderOptions())
         return answer_rows(Pipeline(opened, engine, built_by, language), subject, questions, progress)
 
     return check_parity(opened, against, answers=answers)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vlexport.bundle import Bundle, Manifest
-from vlexport.codec import MAX_BYTES, Json, JsonObject, Measure, decode, parse
+from vlexport.codec import MAX_BYTES, Json, JsonObject, Measure, decode, encode, parse
 from vlexport.errors import InputError, RequestError
 from vlexport.evaluate.intervals import Interval
 from vlexport.system import shortage
@@ -79,6 +79,50 @@ class Results:
     plan: Planned | None = None
     sweep: Sweep | None = None
     overlay: bytes = b""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Written:
+    """A page that was written."""
+
+    out: Path
+    bytes: int
+
+    def to_json(self) -> dict[str, object]:
+        return {**encode(self)}
+
+
+def report(  # noqa: PLR0913  the options of the command line, in one place
+    bundle: Bundle | str | Path,
+    output: str | Path,
+    *,
+    bench: Sequence[str | Path] = (),
+    plan: str | Path | None = None,
+    sweep: str | Path | None = None,
+    overlay: str | Path | None = None,
+) -> Written:
+    """Write a page about a bundle, one offline HTML file; nothing is measured.
+
+    output   the page, *.html
+    bench    files of `vlexport bench --json`, one for each size; `plan` and `sweep`: of these commands
+    overlay  a picture of `vlexport run --overlay`
+
+        vlexport.report("engines/BUNDLE", "page.html", bench=["bench.json"])
+    """
+    from vlexport.runtime.outputs import check_out, writing
+
+    check_out(Path(output), suffix=".html")
+    opened = Bundle.open(bundle)
+    files = {
+        name: None if file is None else Path(file)
+        for name, file in {"plan": plan, "sweep": sweep, "overlay": overlay}.items()
+    }
+    results = read_results(opened, bench=list(map(Path, bench)), **files)
+    from vlexport.reports.page import page
+
+    with writing(Path(output)) as temporary:
+        temporary.write_text(page(opened, results), encoding="utf-8")
+    return Written(out=Path(output), bytes=Path(output).stat().st_size)
 
 
 def read_results(
