@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from vlexport.bundle.hub import pull, push
     from vlexport.checkpoint import Checkpoint
     from vlexport.errors import VlexportError
+    from vlexport.evaluate.bench import bench
     from vlexport.evaluate.sweep import sweep
     from vlexport.media.limits import MediaLimits
     from vlexport.parity.report import ParityReport
@@ -75,6 +76,7 @@ _HOMES = {
     "ShapeProfile": "vlexport.specs",
     "VlexportError": "vlexport.errors",
     "attach": "vlexport.runtime.attached",
+    "bench": "vlexport.evaluate.bench",
     "build": "vlexport._build.build",
     "check": "vlexport.tools.check",
     "compare": "vlexport.reports.compare",
@@ -114,6 +116,7 @@ __all__ = [
     "VlexportError",
     "__version__",
     "attach",
+    "bench",
     "build",
     "check",
     "compare",

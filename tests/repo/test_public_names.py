@@ -29,6 +29,7 @@ PUBLIC = {
     "ShapeProfile": "vlexport.specs",
     "VlexportError": "vlexport.errors",
     "attach": "vlexport.runtime.attached",
+    "bench": "vlexport.evaluate.bench",
     "build": "vlexport._build.build",
     "check": "vlexport.tools.check",
     "compare": "vlexport.reports.compare",

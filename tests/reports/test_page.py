@@ -21,7 +21,7 @@ from vlexport.bundle import Bundle, FileRecord, Manifest, Verdict
 from vlexport.checkpoint.names import ModuleMapping
 from vlexport.codec import decode, encode
 from vlexport.errors import InputError, MediaError, RequestError
-from vlexport.evaluate.bench import Contender, Timings
+from vlexport.evaluate.bench import Contender, Timings, machine_here
 from vlexport.evaluate.intervals import Interval
 from vlexport.parity.report import LayerCurve, LayerPoint, ParityReport, Row
 from vlexport.reports.facts import read_results
@@ -86,7 +86,14 @@ def bench_of(bundle, tokens, milliseconds):
         contender(own, reference, milliseconds, ratio=ratio, relative_l2=1.76e-6, identity=identity),
         contender(f"{own} (twin)", own, 1.01 * milliseconds, peak_bytes=3 * MIB, identity=identity),
     ]
-    found = Timings(patches=4 * tokens, tokens=tokens, items="i", weights="w", contenders=contenders)
+    found = Timings(
+        patches=4 * tokens,
+        tokens=tokens,
+        items="i",
+        weights="w",
+        machine=machine_here(),
+        contenders=contenders,
+    )
     return {"schema": 1, "verb": "bench", **encode(found.to_json())}
 
 

@@ -20,7 +20,7 @@ from vlexport._build.request import request
 from vlexport.bundle import Bundle
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import BundleError, InputError
-from vlexport.evaluate.bench import BenchOptions, bench
+from vlexport.evaluate.bench import BenchOptions, timed
 from vlexport.parity.check import check
 from vlexport.runtime.decoder import Language
 from vlexport.runtime.encoder import EncoderOptions
@@ -110,8 +110,8 @@ def test_such_a_bundle_is_checked_again_and_timed_against_pixels(bundle: Bundle,
     with load(bundle.path) as of_bytes:
         both = {"bytes": of_bytes, "pixels": opened}
         options = BenchOptions(size=(56, 56), rounds=1)
-        timed = bench(both, lambda *_: None, against=None, options=options).contenders
-    errors = {each.name: each.relative_l2 for each in timed}
+        contenders = timed(both, lambda *_: None, against=None, options=options).contenders
+    errors = {each.name: each.relative_l2 for each in contenders}
     assert errors["bytes"] == errors["pixels"]
     assert errors["pixels"] is not None
     assert errors["pixels"] < 1e-5

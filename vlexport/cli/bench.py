@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,28 +45,25 @@ def bench(
         raise RequestError(
             "no bundle given; the folder of a bundle expected, which is timed against its reference."
         )
-    sides, arguments = _sides(size), opening.arguments()
+    sides = _sides(size)
     for path in bundle:
         opening.require_usable(path)
-    import torch
-
     from vlexport.evaluate import bench as library
-    from vlexport.runtime.pipeline import load
 
-    options = library.BenchOptions(
-        media=[*(("image", path) for path in media.image), *(("video", path) for path in media.video)],
-        fps=media.fps,
-        size=sides,
-        lora=lora,
-        rounds=rounds,
-        seconds=math.inf if minutes is None else 60.0 * minutes,
-    )
-    if opening.threads:
-        torch.set_num_threads(opening.threads)
-    with ExitStack() as stack, phases("bench") as progress:
-        progress("open", 0.0)
-        pipelines = {str(path): stack.enter_context(load(path, **arguments)) for path in bundle}
-        timings = library.bench(pipelines, progress, against=checkpoint, options=options)
+    with phases("bench") as progress:
+        timings = library.bench(
+            bundle,
+            checkpoint=checkpoint,
+            lora=lora,
+            images=media.image,
+            videos=media.video,
+            fps=media.fps,
+            size=sides,
+            rounds=rounds,
+            minutes=minutes,
+            **asdict(opening),
+            progress=progress,
+        )
     if as_json:
         show_json("bench", timings.to_json())
         return

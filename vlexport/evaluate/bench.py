@@ -6,13 +6,14 @@ of one round. The first bundle has a twin: where its interval does not hold 1, n
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +21,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from vlexport.backends import Options, Progress, log_progress
+from vlexport.bundle import Bundle
 from vlexport.checkpoint import Checkpoint
 from vlexport.codec import Json
 from vlexport.errors import RequestError
@@ -30,14 +33,13 @@ from vlexport.parity.noise import in_dtype
 from vlexport.parity.samples import Sample
 from vlexport.recipe import BytesConfig, Recipe
 from vlexport.runtime.opening import checkpoint_of
-from vlexport.runtime.pipeline import Pipeline
+from vlexport.runtime.pipeline import Pipeline, load
 from vlexport.runtime.preprocess import read_pixels
 from vlexport.specs import PIXELS, MediaItem, Pixels
 from vlexport.target import processor_here
 
 T = TypeVar("T")
 Call = Callable[[], Tensor]
-Progress = Callable[[str, float], None]
 
 # Threads of a library keep a core busy for some milliseconds after its call.
 SETTLE_S = 0.05
@@ -123,6 +125,7 @@ class Timings:
     tokens: int
     items: str
     weights: str
+    machine: Mapping[str, Json]
     contenders: list[Contender]
 
     def to_json(self) -> dict[str, object]:
@@ -130,7 +133,7 @@ class Timings:
             "patches": self.patches,
             "tokens": self.tokens,
             "unit": "s",
-            "machine": machine_here(),
+            "machine": dict(self.machine),
             "workload": {name: getattr(self, name) for name in ("patches", "tokens", "items", "weights")},
             "contenders": [contender.to_json() for contender in self.contenders],
         }
@@ -149,7 +152,63 @@ def machine_here() -> dict[str, Json]:
     }
 
 
-def bench(
+def bench(  # noqa: PLR0913  the options of the command line, in one place
+    bundles: Sequence[str | Path | Bundle],
+    *,
+    checkpoint: str | None = None,
+    lora: str | Path | None = None,
+    images: Sequence[str | Path] = (),
+    videos: Sequence[str | Path] = (),
+    fps: float | None = None,
+    size: tuple[int, int] = (448, 448),
+    rounds: int = 11,
+    minutes: float | None = None,
+    allow_failed: bool = False,
+    recipe: str | None = None,
+    threads: int = 0,
+    progress: Progress = log_progress,
+) -> Timings:
+    """Time bundles of one model next to the model's own class, in turns.
+
+    checkpoint      the reference (default: the one that the first bundle was built from)
+    lora            where the adapter of the builds is, if it has moved
+    images, videos  files that are sent, with `fps` as for `Pipeline.encode`; without any, one random image
+                    of `size`, height and width
+    rounds          each samples every contender once; 3 at least within `minutes`
+    threads         of engines and reference (0: as torch has them)
+
+    `allow_failed` and `recipe` are those of `load`.
+
+        vlexport.bench(["engines/BUNDLE"], rounds=5).contenders[1].ratio
+    """
+    if isinstance(bundles, str | Path | Bundle) or not bundles:
+        raise RequestError(f"bundles: {bundles!r} given, a list of one bundle or more expected.")
+    options = BenchOptions(
+        media=[*(("image", Path(path)) for path in images), *(("video", Path(path)) for path in videos)],
+        fps=fps,
+        size=size,
+        lora=None if lora is None else Path(lora),
+        rounds=rounds,
+        seconds=math.inf if minutes is None else 60.0 * minutes,
+    )
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        with ExitStack() as stack:
+            progress("open", 0.0)
+            opening: dict[str, Any] = {"allow_failed": allow_failed, "recipe": recipe}
+            pipelines = {
+                str(bundle.path if isinstance(bundle, Bundle) else bundle): stack.enter_context(
+                    load(bundle, options=Options(threads=threads), **opening)
+                )
+                for bundle in bundles
+            }
+            return timed(pipelines, progress, against=checkpoint, options=options)
+    finally:
+        torch.set_num_threads(before)
+
+
+def timed(
     pipelines: Mapping[str, Pipeline], progress: Progress, *, against: str | None, options: BenchOptions
 ) -> Timings:
     """Time open bundles of one checkpoint against its reference, on their device and in their dtype."""
@@ -169,6 +228,7 @@ def bench(
     return Timings(
         items=Sample(name="", items=tuple(_items(first, media, normalised=True))).digest(),
         weights=manifests[0].checkpoint.weights,
+        machine=machine_here(),
         patches=sum(len(item.patches) for item in items),
         tokens=sum(first.session.num_tokens(item) for item in items),
         contenders=contenders,
