@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import inspect
 import io
 import threading
 from collections.abc import Callable
@@ -19,7 +20,9 @@ from tests.runtime.test_outcomes import good
 from vlexport.errors import InputError, MediaError
 from vlexport.media import kind_of
 from vlexport.runtime.outputs import Encoded
+from vlexport.runtime.pipeline import Pipeline
 from vlexport.runtime.request import Generation, Request
+from vlexport.runtime.video_stream import VideoStream
 from vlexport.specs import Pixels
 
 PIXELS = np.random.default_rng(1).integers(0, 256, (56, 84, 3), dtype=np.uint8)
@@ -84,7 +87,7 @@ def test_every_method_gives_the_same_answer(fresh, subtests):
     """A Request or keywords or messages, in one piece, in a list, as a stream, and each of these awaited."""
     pipeline, received = fresh(), list[int]()
     whole = Request(prompt="why?", images=[PIXELS], generation=Generation(max_new_tokens=3, seed=1))
-    keywords = {"images": PIXELS, "max_new_tokens": 3, "generation": Generation(seed=1)}
+    keywords: dict[str, Any] = {"images": PIXELS, "max_new_tokens": 3, "seed": 1}
     url = "data:image/png;base64," + base64.b64encode(png().getvalue()).decode()
     parts = [{"type": "image", "image": PIXELS}, {"type": "image_url", "image_url": {"url": url}}]
 
@@ -121,8 +124,23 @@ def test_every_method_gives_the_same_answer(fresh, subtests):
         assert "".join(piece.text for piece in each) == expected.text
         assert [piece.token_id for piece in each if piece.token_id is not None] == list(expected.token_ids)
     assert (received, list(plain)) == (list(expected.token_ids), [])
-    with pytest.raises(InputError, match="a Request and max_new_tokens given; put everything into the Req"):
-        pipeline.generate(whole, max_new_tokens=3)
+    refused: list[tuple[object, dict[str, Any], str]] = [
+        (whole, {"max_new_tokens": 3}, "a Request and max_new_tokens given; put everything into the Request"),
+        ("why?", {"temprature": 1}, "temprature: no keyword of a question. Did you mean 'temperature'"),
+        ("why?", {"seed": 1, "generation": Generation()}, "generation and seed given; put everything into"),
+        ("why?", {"top_p": 2}, "top_p: 2 given, 0 < top_p <= 1"),
+    ]
+    for question, options, words in refused:
+        for call in (pipeline.generate, pipeline.stream):
+            with subtests.test(words), pytest.raises(InputError, match=words):
+                call(question, **options)
+
+
+def test_the_async_forms_are_named_and_described_as_such():
+    for form in (Pipeline.agenerate, Pipeline.astream, Pipeline.aencode, VideoStream.aask, VideoStream.apush):
+        assert form.__name__.startswith("a")
+        assert form.__doc__
+    assert list(inspect.signature(Pipeline.agenerate).parameters) == ["self", "question", "options"]
 
 
 def test_async_errors_are_those_of_the_call(fresh):
@@ -148,8 +166,9 @@ def test_a_cancelled_answer_stops_after_its_token_and_leaves_no_thread_at_work(f
     pipeline._generator.decode, started = counted, threading.Event()
 
     async def run():
-        task = asyncio.create_task(pipeline.agenerate("why?", images=image(0), max_new_tokens=200,
-            generation=Generation(ignore_end=True)))  # fmt: skip
+        task = asyncio.create_task(
+            pipeline.agenerate("why?", images=image(0), max_new_tokens=200, ignore_end=True)
+        )
         assert await asyncio.to_thread(started.wait, 60)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -308,6 +308,8 @@ def in_thread(call: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
             await asyncio.wait([work])
             raise
 
+    # As it is shown by `help`.
+    run.__name__ = run.__qualname__ = f"a{getattr(call, '__name__', 'call')}"
     return run
 
 

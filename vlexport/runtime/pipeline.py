@@ -99,9 +99,10 @@ class Pipeline:
 
         images, videos  one source or several, as for `encode`; also embeddings that it returned
         fps, prune      as for `encode`
-        max_new_tokens  the longest answer (default: 256); `generation` has sampling, stops and the rest
+        max_new_tokens  the longest answer (default: 256)
+        temperature     and all other fields of `Generation`, or `generation` with them
 
-            pipeline.generate("What is this?", images="photo.jpg", max_new_tokens=64).text
+            pipeline.generate("What is this?", images="photo.jpg", temperature=0.2, seed=1).text
         """
         return value_of(self.generate_all([Request.of(question, **options)])[0])
 
@@ -196,6 +197,7 @@ class Pipeline:
     def astream(
         self, question: str | Sequence[Message] | Request, **options: Unpack[RequestOptions]
     ) -> AsyncStream:
+        """Return the tokens that `stream` returns, each made when it is awaited."""
         return AsyncStream(partial(self.stream, question, **options))
 
     async def agenerate(

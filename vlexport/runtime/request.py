@@ -7,12 +7,12 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Self, TypedDict
 
 from vlexport.codec import check_fields, check_text, texts_in
-from vlexport.errors import InputError
+from vlexport.errors import InputError, nearest
 from vlexport.media import MediaLimits
 from vlexport.positions.rules import check_rate
 from vlexport.pruning.cells import CellChoice, Pruning
@@ -33,33 +33,52 @@ if TYPE_CHECKING:
     VideoSource = str | Path | bytes | BinaryIO | np.ndarray | Tensor | Pixels | Sequence[ImageSource]
     Source = ImageSource | VideoSource | MediaItem | Encoded
     Message = Mapping[str, object]
-
-    class PruningKeywords(TypedDict, total=False):
-        """Keywords of both."""
-
-        prune: float | None
-        method: str | None
-        prune_before: float | str | None
-
-    class MediaOptions(PruningKeywords, total=False):
-        """Keywords of `Pipeline.encode`."""
-
-        images: ImageSource | Iterable[ImageSource]
-        videos: VideoSource | Iterable[VideoSource]
-        fps: float | None
-        limits: MediaLimits | None
-
-    class RequestOptions(PruningKeywords, total=False):
-        """Keywords of `Pipeline.generate`."""
-
-        images: Source | Iterable[Source]
-        videos: Source | Iterable[Source]
-        fps: float | None
-        max_new_tokens: int | None
-        generation: Generation | None
 else:
     # Checked by what reads them.
     Source = Message = object
+
+
+class PruningKeywords(TypedDict, total=False):
+    """Keywords of both."""
+
+    prune: float | None
+    method: str | None
+    prune_before: float | str | None
+
+
+class MediaOptions(PruningKeywords, total=False):
+    """Keywords of `Pipeline.encode`."""
+
+    images: ImageSource | Iterable[ImageSource]
+    videos: VideoSource | Iterable[VideoSource]
+    fps: float | None
+    limits: MediaLimits | None
+
+
+class GenerationKeywords(TypedDict, total=False):
+    """Fields of `Generation`."""
+
+    max_new_tokens: int | None
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int
+    stop: Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_end: bool
+    prefill_chunk: int | None
+
+
+class RequestOptions(PruningKeywords, GenerationKeywords, total=False):
+    """Keywords of `Pipeline.generate`."""
+
+    images: Source | Iterable[Source]
+    videos: Source | Iterable[Source]
+    fps: float | None
+    allow_special_tokens: bool
+    limits: RequestLimits | None
+    generation: Generation | None
+
 
 KINDS = ("image", "video")
 # Fields of `RequestLimits` that are numbers.
@@ -202,21 +221,34 @@ class Request:
         cls,
         question: object,
         *,
-        max_new_tokens: int | None = None,
         generation: Generation | None = None,
-        **parts: Any,
+        **options: Any,
     ) -> Self:
+        known = sorted(RequestOptions.__optional_keys__)
+        for name in options:
+            if name not in known:
+                raise InputError(
+                    f"{name}: no keyword of a question.{nearest(name, known)} Known: {', '.join(known)}."
+                )
+        sampling = {
+            name: options[name]
+            for name in options.keys() & GenerationKeywords.__optional_keys__
+            if options[name] is not None
+        }
+        parts = {name: options[name] for name in options.keys() - GenerationKeywords.__optional_keys__}
         if isinstance(question, cls):
-            options = {**parts, "max_new_tokens": max_new_tokens, "generation": generation}
-            present = [name for name, value in options.items() if value is not None and many(value) != ()]
+            given = {**parts, **sampling, "generation": generation}
+            present = sorted(name for name, value in given.items() if value is not None and many(value) != ())
             if present:
                 raise InputError(
                     f"a Request and {', '.join(present)} given; put everything into the Request."
                 )
             return question
-        chosen = generation or Generation()
-        if max_new_tokens is not None:
-            chosen = replace(chosen, max_new_tokens=max_new_tokens)
+        if generation is not None and sampling:
+            raise InputError(
+                f"generation and {', '.join(sorted(sampling))} given; put everything into one of them."
+            )
+        chosen = generation or Generation(**sampling)
         if isinstance(question, str):
             return cls(prompt=question, generation=chosen, **parts)
         if isinstance(question, Sequence):

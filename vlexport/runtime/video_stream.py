@@ -32,7 +32,15 @@ from vlexport.runtime.memory import Mark
 from vlexport.runtime.outputs import Answer, Encoded, value_of
 from vlexport.runtime.preprocess import read_pixels
 from vlexport.runtime.prune import kept_of
-from vlexport.runtime.request import EncoderInput, Message, Request, RequestState, TokenizedPrompt, many
+from vlexport.runtime.request import (
+    EncoderInput,
+    Message,
+    PruningKeywords,
+    Request,
+    RequestState,
+    TokenizedPrompt,
+    many,
+)
 from vlexport.specs import MediaItem, Pixels, check_choice, check_frame_rate
 from vlexport.vision.attention.segmentation import take_cells
 from vlexport.vision.grid_tower import GridPacking
@@ -43,19 +51,20 @@ Behind = Literal["wait", "drop"]
 Keep = Literal["all", "newest"]
 
 if TYPE_CHECKING:
-    from vlexport.runtime.request import ImageSource, PruningKeywords, RequestOptions
+    from vlexport.runtime.request import ImageSource, RequestOptions
 
-    class StreamKeywords(PruningKeywords, total=False):
-        """Keywords of `Pipeline.watch`: fields of `StreamOptions`."""
 
-        fps: float
-        times: Times
-        size: tuple[int, int] | None
-        expected_frames: int | None
-        behind: Behind
-        max_tokens: int | None
-        keep: Keep
-        limits: MediaLimits
+class StreamKeywords(PruningKeywords, total=False):
+    """Keywords of `Pipeline.watch`: fields of `StreamOptions`."""
+
+    fps: float
+    times: Times
+    size: tuple[int, int] | None
+    expected_frames: int | None
+    behind: Behind
+    max_tokens: int | None
+    keep: Keep
+    limits: MediaLimits
 
 
 Question = str | Sequence[Message] | Request
@@ -500,6 +509,7 @@ class VideoStream:
             raise
 
     def astream(self, question: Question, **options: Unpack[RequestOptions]) -> AsyncStream:
+        """Return the tokens that `stream` returns, each made when it is awaited."""
         return AsyncStream(partial(self.stream, question, **options))
 
     def _clip(self) -> tuple[list[Encoded], list[Encoded]]:
