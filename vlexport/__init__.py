@@ -1,12 +1,14 @@
 """Verified engines from the vision half of vision-language models.
 
-    recipe = find_recipe(name)                       what to export
-    graph = export(recipe, checkpoint, ...)          a traced tower
-    bundle = build(graph, backend, ...)              an engine in a folder, checked
-    report = check(bundle, against=checkpoint)       the accuracy check again
-    pipeline = load(path)                            an engine that runs
-    sweep(path, checkpoint=checkpoint, task=file)       what pruning costs
+    plan(checkpoint, backend=...)                 shapes, disk, memory and time of a build
+    bundle = build(checkpoint, backend, ...)      an engine in a folder, checked
+    check(bundle, accuracy=True)                  the accuracy check again
+    pipeline = load(bundle, checkpoint=...)       an engine that encodes, and answers
+    bench([bundle]), sweep(bundle, task=...)      times, and what pruning costs
+    inspect, compare, report, push, pull, doctor  as on the command line
+    graph = export(find_recipe(name), ...)        a traced tower, for `build` too
 
+Parameters are named as options are; `to_json` of a result, or itself, is what `--json` prints.
 Public names are loaded on first use, so importing this package loads no torch.
 """
 

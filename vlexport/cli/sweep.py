@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,7 +53,7 @@ def sweep(
             "--prompt given together with --task, whose questions have their own. Leave it out."
         )
     fractions, videos = _numbers(rates), options.media_files(video, openable=True)
-    usable = opening.require_usable(bundle)
+    opening.require_usable(bundle)
     from vlexport.evaluate import sweep as sweeps
 
     with phases("sweep") as progress:
@@ -67,8 +68,8 @@ def sweep(
             seeds=seeds,
             max_new_tokens=max_new_tokens,
             progress=progress,
-            **opening.arguments(),
-            **decoding.arguments(usable),
+            **asdict(opening),
+            **asdict(decoding),
         )
     _show(result, plot, most_lost, as_json=as_json)
 

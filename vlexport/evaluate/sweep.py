@@ -33,8 +33,9 @@ from vlexport.pruning.cells import RULES
 from vlexport.pruning.methods import METHODS, REQUESTED
 from vlexport.pruning.selectors import Selector
 from vlexport.reports.sweep import ALL, IMAGES, VIDEOS, WHOLE, Outcome, Outcomes, Sweep, rows_of
-from vlexport.runtime.decoder import Language
+from vlexport.runtime.decoder import DecoderOptions, Language
 from vlexport.runtime.generate import AnswerGenerator, RuntimeOptions, Sampler
+from vlexport.runtime.opening import checkpoint_of
 from vlexport.runtime.outputs import Answer, Encoded, attempt
 from vlexport.runtime.pipeline import Pipeline, load
 from vlexport.runtime.preprocess import read_pixels
@@ -132,7 +133,7 @@ class Case:
 def sweep(  # noqa: PLR0913  what the command line offers, in one place
     bundle: str | Path | Bundle,
     *,
-    checkpoint: str | Path | Checkpoint | Language,
+    checkpoint: str | Path | Checkpoint | Language | None = None,
     task: str | Path | None = None,
     videos: VideoSource | Iterable[VideoSource] = (),
     prompt: str = PROMPT,
@@ -141,11 +142,11 @@ def sweep(  # noqa: PLR0913  what the command line offers, in one place
     selectors: Sequence[str] = SELECTORS,
     seeds: int = 1,
     max_new_tokens: int = 32,
-    trust: str | None = None,
+    dtype: str | None = None,
+    device: str = "cpu",
     allow_failed: bool = False,
     recipe: str | None = None,
-    options: Options | None = None,
-    runtime: RuntimeOptions | None = None,
+    threads: int = 0,
     progress: Progress = lambda _phase, _share: None,
 ) -> Sweep:
     """Return what pruning costs and saves with each selector at each rate.
@@ -159,24 +160,27 @@ def sweep(  # noqa: PLR0913  what the command line offers, in one place
                     `before:static+evs` on both sides; `resolution` for fewer pixels
     seeds           draws of `random` and `uniform`
     max_new_tokens  the longest answer
+    checkpoint      has the language model that answers (default: the one that the bundle was built from), in
+                    `dtype` (default: as stored) on `device`
 
-    The other arguments are those of `load`. A question that fails is in no row, and under `failed`.
+    The other arguments are those of `bench`. A question that fails is in no row, and under `failed`.
 
-        found = vlexport.sweep("engines/BUNDLE", checkpoint="path/to/checkpoint", task="task.jsonl")
-        Path("sweep.svg").write_text(found.svg())
+        results = vlexport.sweep("engines/BUNDLE", task="task.jsonl")
+        Path("sweep.svg").write_text(results.svg())
     """
     generation = Generation(max_new_tokens=max_new_tokens)
     plan = SweepPlan(rates=rates, selectors=selectors, seeds=seeds, generation=generation)
     cases = _cases(task, many(videos), prompt, fps)
     progress("open", 0.0)
+    if checkpoint is None:
+        checkpoint = checkpoint_of(Bundle.open(bundle, verify="lazy"))
     opened = load(
         bundle,
         checkpoint=checkpoint,
-        trust=trust,
         allow_failed=allow_failed,
         recipe=recipe,
-        options=options,
-        runtime=runtime,
+        options=Options(threads=threads),
+        runtime=RuntimeOptions(decoder=DecoderOptions(dtype=dtype, device=device)),
     )
     outcomes: dict[str, Outcomes | VlexportError] = {}
     with opened as pipeline:
