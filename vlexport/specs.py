@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from vlexport.codec import check_fields, decode, is_number, refusal
 from vlexport.errors import InputError, LimitError
@@ -112,6 +112,26 @@ SHORT_BACKENDS = {
 ENGINE_DTYPES, INPUT_DTYPES = ("float32", "bfloat16", "float16"), ("float32", "uint8")
 DEVICES = ("cpu", "cuda")
 PROFILES = ("any", "thumbnail", "image", "video")
+# The same names as types, for editors to offer; others are those of private parts, or are refused.
+BackendName: TypeAlias = (
+    Literal[
+        "cudagraphs", "eager", "inductor", "onnxruntime", "openvino", "tensorrt", "tensorrt_rtx",
+        "torch_tensorrt", "aoti", "ort", "ov", "rtx", "trt",
+    ]
+    | str
+)  # fmt: skip
+DtypeName: TypeAlias = Literal["float32", "bfloat16", "float16", "fp32", "bf16", "fp16"] | str
+InputDtype: TypeAlias = Literal["float32", "uint8"] | str
+Scheme: TypeAlias = Literal["int8"] | str
+DeviceName: TypeAlias = Literal["cpu", "cuda"] | str
+ProfileName: TypeAlias = Literal["any", "thumbnail", "image", "video"] | str
+MethodName: TypeAlias = (
+    Literal[
+        "evs", "evs-snap", "evs-frames", "vidcom2", "divprune", "relevance", "static", "static-frames",
+        "delta", "delta-frames", "contrast",
+    ]
+    | str
+)  # fmt: skip
 
 
 def dtype_name(dtype: object) -> str:

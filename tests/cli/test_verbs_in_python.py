@@ -6,21 +6,25 @@ import inspect
 import json
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from itertools import chain
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import typer
 
 import vlexport
 from tests.cli.lines import vlexport as command
+from vlexport import specs
+from vlexport.backends import backend_names, find_backend
 from vlexport.cli import app
 from vlexport.cli.options import Media, PrunedMedia
 from vlexport.cli.run import Sampling
 from vlexport.cli.watch import Clip
-from vlexport.codec import encode
+from vlexport.pruning.cells import RULES
+from vlexport.pruning.methods import REQUESTED
 from vlexport.runtime.request import Generation, GenerationKeywords, MediaOptions, RequestOptions
 from vlexport.runtime.video_stream import StreamKeywords, StreamOptions
 
@@ -92,8 +96,7 @@ def printed(*words: object) -> dict[str, Any]:
 
 
 def as_json(result: Any) -> Any:
-    assert is_dataclass(result) or isinstance(result, dict)
-    return json.loads(json.dumps(encode(result if isinstance(result, dict) else result.to_json())))
+    return json.loads(json.dumps(result if isinstance(result, dict) else result.to_json()))
 
 
 Call = tuple[tuple[object, ...], Callable[[], Any]]
@@ -165,3 +168,19 @@ def test_what_a_verb_returns_has_types():
         result = inspect.signature(function).return_annotation
         kind = vars(sys.modules[function.__module__])[result]
         assert get_type_hints(kind, localns={"ProofResult": object, "ParityReport": object})
+
+
+def test_names_of_values_as_types_are_those_of_the_tables():
+    capabilities = [backend.capabilities for backend in map(find_backend, backend_names())]
+    tables: dict[str, Iterable[str]] = {
+        "BackendName": [*backend_names(), *specs.SHORT_BACKENDS],
+        "DtypeName": [*specs.ENGINE_DTYPES, *specs.SHORT_DTYPES],
+        "InputDtype": specs.INPUT_DTYPES,
+        "Scheme": {each.quantisation.name for each in chain(*capabilities) if each.quantisation},
+        "DeviceName": specs.DEVICES,
+        "ProfileName": specs.PROFILES,
+        "MethodName": [*REQUESTED, *(name for name, rule in RULES.items() if rule.is_rated)],
+    }
+    for name, table in tables.items():
+        literal, other = get_args(getattr(specs, name))
+        assert (sorted(get_args(literal)), other) == (sorted(table), str), name

@@ -62,7 +62,17 @@ from vlexport.codec import canonical, checked, encode
 from vlexport.errors import BundleError, InputError, ParityError, UnsupportedError
 from vlexport.parity.report import UNITS, report_in
 from vlexport.reports.card import CARD, card, licence_of
-from vlexport.specs import ShapeProfile, dtype_name
+from vlexport.specs import (
+    BackendName,
+    DeviceName,
+    DtypeName,
+    InputDtype,
+    MethodName,
+    ProfileName,
+    Scheme,
+    ShapeProfile,
+    dtype_name,
+)
 from vlexport.system import check_folder, compile_caches, give_back
 
 if TYPE_CHECKING:
@@ -134,21 +144,21 @@ def _instead(bundle: Bundle) -> str:
 
 def build(  # noqa: PLR0913  what the command line offers, in one place
     source: Graph | Checkpoint | str | Path,
-    backend: str = "onnxruntime",
+    backend: BackendName = "onnxruntime",
     *,
-    dtype: str | torch.dtype | None = None,
-    profile: str | ShapeProfile | None = None,
+    dtype: DtypeName | torch.dtype | None = None,
+    profile: ProfileName | ShapeProfile | None = None,
     min_pixels: int | None = None,
     max_pixels: int | None = None,
     max_images: int | None = None,
     max_frames: int | None = None,
-    quantize: str | None = None,
-    input_dtype: str | None = None,
+    quantize: Scheme | None = None,
+    input_dtype: InputDtype | None = None,
     lora: str | Path | None = None,
     recipe: str | None = None,
-    selector: str | None = None,
+    selector: MethodName | None = None,
     targets: str | Sequence[str] = (),
-    device: str | None = None,
+    device: DeviceName | None = None,
     build_seconds: float | None = None,
     build_memory: float | None = None,
     output_dir: str | Path = "engines",

@@ -15,9 +15,25 @@ from vlexport.codec import checked
 from vlexport.errors import RequestError, UnsupportedError, nearest
 from vlexport.pruning.cells import RULES
 from vlexport.recipe import Recipe, recipe_for
-from vlexport.specs import PIXELS, MediaBounds, Precision, ShapeProfile, dtype_name, union
+from vlexport.specs import (
+    PIXELS,
+    BackendName,
+    DeviceName,
+    DtypeName,
+    InputDtype,
+    MediaBounds,
+    MethodName,
+    Precision,
+    ProfileName,
+    Scheme,
+    ShapeProfile,
+    dtype_name,
+    union,
+)
 
 if TYPE_CHECKING:
+    import torch
+
     from vlexport._build.plan import Forecast
 
 P = ParamSpec("P")
@@ -28,19 +44,19 @@ def request(  # noqa: PLR0913  one argument per option of the command line
     *,
     lora: str | Path | None = None,
     recipe: str | None = None,
-    backend: str = "onnxruntime",
-    dtype: str = "float32",
-    input_dtype: str = PIXELS,
-    quantize: str | None = None,
-    profile: str | ShapeProfile | None = None,
+    backend: BackendName = "onnxruntime",
+    dtype: DtypeName | torch.dtype = "float32",
+    input_dtype: InputDtype = PIXELS,
+    quantize: Scheme | None = None,
+    profile: ProfileName | ShapeProfile | None = None,
     min_pixels: int | None = None,
     max_pixels: int | None = None,
     max_images: int | None = None,
     max_frames: int | None = None,
     fp32_layers: Mapping[str, str] | None = None,
-    selector: str | None = None,
+    selector: MethodName | None = None,
     targets: str | Sequence[str] = (),
-    device: str | None = None,
+    device: DeviceName | None = None,
     build_seconds: float | None = None,
     build_memory: float | None = None,
     output_dir: str | Path = "engines",

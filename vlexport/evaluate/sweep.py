@@ -41,7 +41,7 @@ from vlexport.runtime.pipeline import Pipeline, load
 from vlexport.runtime.preprocess import read_pixels
 from vlexport.runtime.prune import Pruner
 from vlexport.runtime.request import Generation, Request, RequestState, many
-from vlexport.specs import Pixels
+from vlexport.specs import DeviceName, DtypeName, Pixels
 from vlexport.vision.grid_tower import GridPacking
 
 if TYPE_CHECKING:
@@ -142,8 +142,8 @@ def sweep(  # noqa: PLR0913  what the command line offers, in one place
     selectors: Sequence[str] = SELECTORS,
     seeds: int = 1,
     max_new_tokens: int = 32,
-    dtype: str | None = None,
-    device: str = "cpu",
+    dtype: DtypeName | None = None,
+    device: DeviceName = "cpu",
     allow_failed: bool = False,
     recipe: str | None = None,
     threads: int = 0,

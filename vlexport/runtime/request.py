@@ -17,7 +17,7 @@ from vlexport.media import MediaLimits
 from vlexport.positions.rules import check_rate
 from vlexport.pruning.cells import CellChoice, Pruning
 from vlexport.runtime.outputs import STAGES, Encoded
-from vlexport.specs import MediaItem, Pixels, check_frame_rate
+from vlexport.specs import MediaItem, MethodName, Pixels, check_frame_rate
 
 if TYPE_CHECKING:
     from vlexport.positions.rules import PromptPositions
@@ -42,7 +42,7 @@ class PruningKeywords(TypedDict, total=False):
     """Keywords of both."""
 
     prune: float | None
-    method: str | None
+    method: MethodName | None
     prune_before: float | str | None
 
 
