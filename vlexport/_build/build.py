@@ -157,7 +157,7 @@ def build(  # noqa: PLR0913  what the command line offers, in one place
     lora: str | Path | None = None,
     recipe: str | None = None,
     selector: MethodName | None = None,
-    targets: str | Sequence[str] = (),
+    targets: str | Sequence[str] | None = None,
     device: DeviceName | None = None,
     build_seconds: float | None = None,
     build_memory: float | None = None,
@@ -184,45 +184,40 @@ def build(  # noqa: PLR0913  what the command line offers, in one place
         pipeline = vlexport.load(bundle)
     """
     checked("options", options, Options | None)
-    report = progress or log_progress
-    of_checkpoint: dict[str, Any] = {
-        "dtype": None if dtype is None else dtype_name(dtype),
-        "profile": profile,
-        "min_pixels": min_pixels,
-        "max_pixels": max_pixels,
-        "max_images": max_images,
-        "max_frames": max_frames,
-        "quantize": quantize,
-        "input_dtype": input_dtype,
-        "lora": lora,
-        "recipe": recipe,
-        "targets": (targets.split(",") if isinstance(targets, str) else targets) or None,
-        "device": device,
-        "build_seconds": build_seconds,
-        "build_memory": build_memory,
-    }
-    arguments = {name: value for name, value in of_checkpoint.items() if value is not None}
+    options_given: dict[str, Any] = {
+        "dtype": None if dtype is None else dtype_name(dtype), "profile": profile, "min_pixels": min_pixels,
+        "max_pixels": max_pixels, "max_images": max_images, "max_frames": max_frames, "quantize": quantize,
+        "input_dtype": input_dtype, "lora": lora, "recipe": recipe, "targets": targets or None,
+        "device": device, "build_seconds": build_seconds, "build_memory": build_memory,
+    }  # fmt: skip
+    arguments = {option: value for option, value in options_given.items() if value is not None}
+    place = {"backend": backend, "selector": selector, "output_dir": output_dir}
     if name is not None:
         check_tag(Path(output_dir), name)
+    bundle = _built(source, arguments, place, options, progress or log_progress).require_passed()
+    if name is not None:
+        tag(bundle.path, name)
+    return bundle
 
-    def named(built: Built) -> Bundle:
-        bundle = built.require_passed()
-        if name is not None:
-            tag(bundle.path, name)
-        return bundle
 
+def _built(
+    source: Graph | Checkpoint | str | Path,
+    arguments: Mapping[str, Any],
+    place: Mapping[str, Any],
+    options: Options | None,
+    progress: Progress,
+) -> Built:
     if isinstance(source, Graph):
         if arguments:
             raise InputError(f"a Graph and {', '.join(arguments)} given; a graph has them from its export.")
-        spec = _spec_of(source, backend, options, selector, output_dir)
-        return named(build_checkpoint(spec, report, source))
-    arguments |= {"checkpoint": source, "backend": backend, "selector": selector, "output_dir": output_dir}
+        return build_checkpoint(_spec_of(source, options=options, **place), progress, source)
+    arguments = {**arguments, **place, "checkpoint": source}
     if needs_process(arguments):
         if options is not None:
             raise InputError("options and a process of its own given; expected one. Leave options out.")
-        return named(build_limited(arguments, report))
-    spec = request(**arguments, progress=report)
-    return named(build_checkpoint(replace(spec, options=options) if options else spec, report))
+        return build_limited(arguments, progress)
+    spec = request(**arguments, progress=progress)
+    return build_checkpoint(replace(spec, options=options) if options else spec, progress)
 
 
 def build_limited(arguments: Mapping[str, Any], progress: Progress = log_progress) -> Built:
@@ -240,7 +235,7 @@ def build_job(job: str, progress: Progress) -> str:
 
 
 def _spec_of(
-    graph: Graph, backend: str, options: Options | None, selector: str | None, output_dir: str | Path
+    graph: Graph, *, backend: str, options: Options | None, selector: str | None, output_dir: str | Path
 ) -> BuildSpec:
     quantize = graph.quantisation.name if graph.quantisation else None
     require(chosen := find_backend(backend), graph.dtype, quantize, graph.input_dtype)

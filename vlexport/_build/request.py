@@ -55,7 +55,7 @@ def request(  # noqa: PLR0913  one argument per option of the command line
     max_frames: int | None = None,
     fp32_layers: Mapping[str, str] | None = None,
     selector: MethodName | None = None,
-    targets: str | Sequence[str] = (),
+    targets: str | Sequence[str] | None = None,
     device: DeviceName | None = None,
     build_seconds: float | None = None,
     build_memory: float | None = None,
@@ -64,19 +64,13 @@ def request(  # noqa: PLR0913  one argument per option of the command line
 ) -> BuildSpec:
     """Return the spec of a build: the recipe serves the checkpoint, the backend precision and devices.
 
-    lora         the folder of an adapter that is folded into the weights
-    selector     the pruning method of videos; None takes the recipe's
-    device       `cpu` or `cuda` for the engine, where the backend has both; None takes its first
     input_dtype  of patches: `float32`, normalised, or `uint8`, which the engine normalises
     fp32_layers  parts of the tower that stay float32; None measures in float16 which ones have to
     """
     # Whatever needs no tower is refused first: recipes import torch.
-    sizes = {
-        "min_pixels": min_pixels, "max_pixels": max_pixels, "max_images": max_images, "max_frames": max_frames
-    }  # fmt: skip
-    checked("profile", profile, str | ShapeProfile | None)
-    bounds, limits = _bounds(profile, sizes), BuildLimits.of(build_seconds, build_memory)
-    dtype, targets = dtype_name(dtype), targets.split(",") if isinstance(targets, str) else targets
+    bounds = _bounds(profile, min_pixels, max_pixels, max_images, max_frames)
+    limits = BuildLimits.of(build_seconds, build_memory)
+    dtype, targets = dtype_name(dtype), targets.split(",") if isinstance(targets, str) else targets or ()
     engine = find_backend(backend)
     capability = require(engine, dtype, quantize, input_dtype, device)
     engine.options(targets, (), limits)
@@ -88,10 +82,8 @@ def request(  # noqa: PLR0913  one argument per option of the command line
     options = engine.options(targets, profiles, limits)
     options = replace(options, device=device) if device else options
     if fp32_layers is None and dtype == "float16":
-        from vlexport._build.precision import measure_fp32_layers
-
         progress("measure ranges", 0.0)
-        fp32_layers = measure_fp32_layers(family, source, engine.form, input_dtype)
+        fp32_layers = _measured(family, source, engine.form, input_dtype)
     method, cells = chosen_selector(family, selector, takes_cells=family.packing(config).takes_cells)
     return BuildSpec(
         recipe=family,
@@ -164,8 +156,16 @@ def chosen_selector(
     return None, cells
 
 
-def _bounds(profile: object, sizes: Mapping[str, int | None]) -> MediaBounds | None:
-    given = {name: size for name, size in sizes.items() if size is not None}
+def _measured(recipe: Recipe[Any], checkpoint: Checkpoint, form: str, input_dtype: str) -> dict[str, str]:
+    from vlexport._build.precision import measure_fp32_layers
+
+    return measure_fp32_layers(recipe, checkpoint, form, input_dtype)
+
+
+def _bounds(profile: object, *sizes: int | None) -> MediaBounds | None:
+    checked("profile", profile, str | ShapeProfile | None)
+    names = zip(MediaBounds.__slots__, sizes, strict=True)
+    given = {name: size for name, size in names if size is not None}
     if given and profile is not None:
         raise RequestError(
             f"profile given together with {', '.join(given)}; expected a profile or bounds. Leave one of "
