@@ -41,10 +41,10 @@ P = ParamSpec("P")
 
 def request(  # noqa: PLR0913  one argument per option of the command line
     checkpoint: Checkpoint | str | Path,
+    backend: BackendName = "onnxruntime",
     *,
     lora: str | Path | None = None,
     recipe: str | None = None,
-    backend: BackendName = "onnxruntime",
     dtype: DtypeName | torch.dtype = "float32",
     input_dtype: InputDtype = PIXELS,
     quantize: Scheme | None = None,
@@ -109,7 +109,7 @@ def _forecasting(resolve: Callable[P, BuildSpec]) -> Callable[P, Forecast]:
 
         The arguments are those of `build`. Nothing is built or written.
 
-            vlexport.plan("path/to/checkpoint", backend="openvino", max_pixels=448 * 448).cached
+            vlexport.plan("path/to/checkpoint", "openvino", max_pixels=448 * 448).cached
         """
         spec = resolve(*args, **named)
         # Imports torch; what was given is in order by now.
