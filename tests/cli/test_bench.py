@@ -8,6 +8,7 @@ import statistics
 from dataclasses import replace
 
 import pytest
+from PIL import Image
 
 from tests.cli.lines import vlexport
 from vlexport.bundle import Bundle, Trust
@@ -56,6 +57,46 @@ def test_the_callers_media_are_what_is_sent(built, image, video):
     assert ran.code == 0, ran.err
     # The image of 70x98 pixels is rounded to 56x112: 4 x 8 patches; 8 frames of 84x112 are 4 x 6 x 8.
     assert ran.document["patches"] == 4 * 8 + 4 * 6 * 8
+
+
+def test_files_are_timed_alone_at_their_own_size(built, image, video, files, tmp_path):
+    ran = vlexport("bench", built, image, video, "--fps", 2, "--rounds", 1, "--json")
+    assert ran.code == 0, ran.err
+    calls = ran.document["calls"]
+    assert [(call["file"], call["patches"]) for call in calls] == [
+        (str(image), 4 * 8),
+        (str(video), 4 * 6 * 8),
+    ]
+    assert all(len(call["contenders"]) == 3 for call in calls)
+    (tmp_path / "calls.json").write_text(json.dumps(ran.document), encoding="utf-8")
+    page = vlexport("report", built, "-o", tmp_path / "page.html", "--bench", tmp_path / "calls.json")
+    assert page.code == 0, page.err
+    assert ">32</data>" in (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "times of 2 files" in vlexport("compare", files("before"), tmp_path / "calls.json").err
+
+
+def test_the_table_of_files_names_them_and_a_folder_of_media_is_no_bundle(built, image):
+    ran = vlexport("bench", built, image.parent, "--rounds", 1, "--threads", 1)
+    assert ran.code == 0, ran.err
+    assert [line.split("\t")[:2] for line in ran.lines] == [
+        ["file", "contender"],
+        [str(image), "reference float32 cpu"],
+        [str(image), str(built)],
+        [str(image), f"{built} (twin)"],
+    ]
+    assert f"{image}: 32 patches, 8 tokens" in ran.err
+
+
+def test_files_that_cannot_be_timed_are_refused_before_anything_is(built, image, tmp_path):
+    assert "absent.png" in vlexport("bench", built, image, tmp_path / "absent.png").err
+    refused = vlexport("bench", built, image, "--image", image)
+    assert (refused.code, "in one call" in refused.err) == (2, True)
+    assert vlexport("bench", image).code == 2
+    large = tmp_path / "large.png"
+    Image.new("RGB", (3_000, 2_800)).save(large)
+    refused = vlexport("bench", built, image, large)
+    assert (refused.code, f"{large}: image of 3000x2800 pixels" in refused.err) == (6, True), refused.err
+    assert "round" not in refused.err
 
 
 def test_the_table_has_a_row_for_everybody(built):

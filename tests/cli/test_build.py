@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from tests.cli.lines import vlexport
 from vlexport.bundle import Bundle
@@ -128,3 +129,68 @@ def test_limits_make_a_profile_and_go_into_the_manifest(checkpoint, engines):
     profile = Bundle.open(ran.document["bundle"]).manifest.profile
     assert profile.name.startswith("custom-")
     assert max(each.max for each in profile.ranges.values()) < 100
+
+
+def test_files_are_compared_at_their_own_sizes_where_a_bundle_is_there_already(
+    checkpoint, engines, built, image, video
+):
+    words = ("build", checkpoint, "--backend", "eager", "--output-dir", engines)
+    ran = vlexport(*words, "--check", image, video, "--fps", 2)
+    assert (ran.code, ran.lines) == (0, [str(built)])
+    for file in (image, video):
+        assert re.search(rf"^own {file.name}: .*1 numeric, worst .*, passed$", ran.err, re.MULTILINE), ran.err
+    document = vlexport(*words, "--check", image.parent, "--json").document
+    assert f"own {image.name}" in {row["shapes"] for row in document["files"]["rows"]}
+    assert (document["status"], document["files"]["status"]) == ("cached", "passed")
+
+
+def test_files_outside_the_profile_are_refused_before_the_export(checkpoint, tmp_path, image):
+    words = ("build", checkpoint, "--backend", "eager", "--output-dir", tmp_path / "engines")
+    ran = vlexport(*words, "--max-pixels", 1_000, "--check", image)
+    assert ran.code == 6
+    assert f"{image}: " in ran.err
+    assert "does not fit profile" in ran.err
+    assert "export" not in ran.err
+    assert "absent.png" in vlexport(*words, "--check", tmp_path / "absent.png").err
+    assert not list((tmp_path).glob("engines/*"))
+
+
+OFF = """\
+from vlexport.backends.eager import Eager
+
+
+class Off(Eager):
+    name = "off"
+
+    def open(self, payloads, spec, options):
+        runner = super().open(payloads, spec, options)
+        run = runner.run
+
+        def off(inputs):
+            wrong = 1e-2 * (len(inputs["patches"]) == 148)
+            return {name: rows + wrong for name, rows in run(inputs).items()}
+
+        runner.run = off
+        return runner
+
+
+BACKEND = Off()
+"""
+
+
+@pytest.mark.slow
+def test_nothing_is_stored_where_a_file_fails_and_what_was_there_stays(checkpoint, tmp_path, image):
+    backend, wide, place = tmp_path / "off.py", tmp_path / "wide.png", tmp_path / "engines"
+    backend.write_text(OFF, encoding="utf-8")
+    # 2 x 74 patches, which no drawn call has.
+    Image.new("RGB", (74 * 14, 28), "red").save(wide)
+    words = ("build", checkpoint, "--backend", backend, "--output-dir", place)
+    ran = vlexport(*words, "--check", image, wide)
+    assert (ran.code, ran.lines) == (3, []), ran.err
+    assert re.search(r"on 'own wide.png': failed, relative_l2 .*\. Nothing is stored\.", ran.err), ran.err
+    assert not list(place.glob("*/manifest.json"))
+    ran = vlexport(*words, "--check", image)
+    assert ran.code == 0, ran.err
+    ran = vlexport(*words, wide)
+    assert (ran.code, "was there before, and stays" in ran.err) == (3, True)
+    assert list(place.glob("*/manifest.json"))

@@ -141,7 +141,7 @@ def test_results_are_what_json_prints(calls, subtests):
 
 
 def test_a_bench_is_what_json_prints_but_for_times(built):
-    timings = vlexport.bench([built], size=(56, 84), rounds=1, threads=1)
+    (timings,) = vlexport.bench([built], size=(56, 84), rounds=1, threads=1)
     documents = [as_json(timings), printed("bench", built, "--size", "56x84", "--rounds", 1, "--threads", 1)]
     for document in documents:
         for contender in document["contenders"]:

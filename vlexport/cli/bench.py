@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vlexport.cli.options import ADAPTER, JSON, Media, Opening, argument, grouped, option
+from vlexport.cli.options import ADAPTER, JSON, File, Media, Opening, argument, grouped, media_files, option
 from vlexport.cli.output import print_line, show_json, show_table
 from vlexport.cli.progress import phases
 from vlexport.errors import RequestError
@@ -22,7 +23,11 @@ COLUMNS = (
 @grouped
 def bench(
     *,
-    bundle: list[Path] = argument("BUNDLE", "Bundle directories of one model.", default=None),
+    paths: list[Path] = argument(
+        "BUNDLE... [FILE]...",
+        "Bundle directories of one model; then images and videos, each timed alone at its own size.",
+        default=None,
+    ),
     checkpoint: str | None = option(
         "CHECKPOINT", "Reference (default: the one that the first bundle was built from)."
     ),
@@ -39,20 +44,19 @@ def bench(
     """Time bundles next to the model's own class.
 
     All have the same weights and inputs, and take turns in every round. --threads counts for the reference
-    too.
+    too. A folder with a manifest is a bundle, anything else is media. Each FILE is a call of its own; what
+    --image and --video name is one call together.
     """
-    if not bundle:
-        raise RequestError(
-            "no bundle given; the folder of a bundle expected, which is timed against its reference."
-        )
     sides = _sides(size)
-    for path in bundle:
+    bundles, files = _split(paths or [])
+    for path in bundles:
         opening.require_usable(path)
     from vlexport.evaluate import bench as library
 
     with phases("bench") as progress:
-        timings = library.bench(
-            bundle,
+        calls = library.bench(
+            bundles,
+            files,
             checkpoint=checkpoint,
             lora=lora,
             images=media.image,
@@ -65,10 +69,30 @@ def bench(
             progress=progress,
         )
     if as_json:
-        show_json("bench", timings.to_json())
+        documents = [call.to_json() for call in calls]
+        show_json("bench", {"calls": documents} if files else documents[0])
         return
-    print_line(f"{timings.patches} patches, {timings.tokens} tokens, {rounds} rounds")
-    show_table(COLUMNS, [_row(contender, timings.tokens) for contender in timings.contenders])
+    for call in calls:
+        place = f"{call.file}: " if files else ""
+        print_line(f"{place}{call.patches} patches, {call.tokens} tokens, {rounds} rounds")
+    rows = [
+        (*([str(call.file)] if files else []), *_row(contender, call.tokens))
+        for call in calls
+        for contender in call.contenders
+    ]
+    show_table((*(["file"] if files else []), *COLUMNS), rows)
+
+
+def _split(paths: Sequence[Path]) -> tuple[list[Path], list[File]]:
+    """Return bundles and files; of paths without any bundle the first, which is refused as one."""
+    from vlexport.bundle import MANIFEST_NAME
+
+    bundles = [path for path in paths if (path / MANIFEST_NAME).exists()] or list(paths[:1])
+    if not bundles:
+        raise RequestError(
+            "no bundle given; the folder of a bundle expected, which is timed against its reference."
+        )
+    return bundles, media_files([path for path in paths if path not in bundles], openable=True)
 
 
 def _sides(text: str) -> tuple[int, int]:

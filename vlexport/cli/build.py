@@ -14,21 +14,25 @@ from vlexport.cli.config import read_config, write_options
 from vlexport.cli.options import (
     BACKEND,
     BUNDLES_DIR,
+    FPS,
     JSON,
     argument,
     dtype_name,
     grouped,
+    media_files,
     option,
     pruning_methods,
     recipes,
 )
 from vlexport.cli.output import data_is_out, is_verbose, print_line, show, show_json, show_report, show_table
 from vlexport.cli.progress import Overall, duration, phases
+from vlexport.errors import ParityError
 
 if TYPE_CHECKING:
     from vlexport._build.build import Built
     from vlexport._build.plan import Forecast
     from vlexport.bundle import Verdict
+    from vlexport.parity.report import ParityReport
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,13 +102,21 @@ def build(
     context: typer.Context,
     options: BuildOptions,
     name: str | None = option("NAME", "Name beside the bundle's own, a link; see `vlexport bundles`."),
+    check: list[Path] = option(
+        "FILE",
+        "Image or video to compare at its own size too; folder or quoted glob (repeatable).",
+        default=[],
+    ),
+    files: list[Path] = argument("[FILE]...", "More files of --check.", default=None),
+    fps: float | None = FPS,
     as_json: bool = JSON,
 ) -> None:
     """Export, build, check and store an engine bundle.
 
-    The last line of stdout is the path of the bundle.
+    The last line of stdout is the path of the bundle. Files of --check are no part of it, and are compared
+    where it is there already too; where one fails, nothing is stored.
     """
-    arguments = options.arguments(context)
+    arguments, media = options.arguments(context), media_files([*check, *(files or [])], openable=True)
     from vlexport.bundle import check_tag, tag
 
     if name is not None:
@@ -113,38 +125,69 @@ def build(
     from vlexport._build.request import request
 
     kind = ("build", options.backend, options.dtype)
-    overall, weights = Overall(recall(*kind)), None
+    overall, weights, own = Overall(recall(*kind)), None, None
     with phases("build", overall) as progress:
-        if needs_process(arguments):
+        is_apart = needs_process(arguments)
+        if media or not is_apart:
+            spec = request(**arguments, progress=progress)
+        if media:
+            from vlexport.evaluate.own import compare_own, fitting_samples
+
+            samples = fitting_samples(spec, media, fps)
+        if is_apart:
             from vlexport._build.build import build_limited
 
             built = build_limited(arguments, progress)
         else:
-            spec = request(**arguments, progress=progress)
             weights = spec.scale.num_weights
             overall.expected = expected_build(options.backend, options.dtype, weights)[0].phases
             # Imports torch; what was given is in order by now.
             from vlexport._build.build import build_checkpoint
 
             built = build_checkpoint(spec, progress)
-    if weights is not None and not built.cached and "resume" not in (seconds := overall.finish()):
+        if media and built.is_good:
+            own = compare_own(built.bundle, spec, samples, lambda _, share: progress("check files", share))
+    if weights is not None and not (built.cached or media) and "resume" not in (seconds := overall.finish()):
         for known in (kind, ("build",)):
             keep(Timings(phases=seconds, weights=weights), *known)
-    _show(built, as_json=as_json)
+    if own is not None and not own.passed:
+        _refuse(built, own)
+    _show(built, own, as_json=as_json)
     with data_is_out():
         bundle = built.require_passed()
         if name is not None:
             print_line(f"named {tag(bundle.path, name)}")
 
 
-def _show(built: Built, *, as_json: bool) -> None:
+def _refuse(built: Built, own: ParityReport) -> None:
+    """Raise the error about files that fail; a bundle that was there before stays."""
+    from vlexport.bundle.store import remove_entry
+
+    path, bad = built.bundle.path, own.first_bad()
+    if not built.cached:
+        remove_entry(path.parent, path.name)
+    show_report(own.brief(), stderr=True)
+    kept = f"{path} was there before, and stays" if built.cached else "Nothing is stored"
+    raise ParityError(
+        f"files of --check: accuracy check '{own.status}', 'passed' expected: "
+        f"{bad.told() if bad else 'it could not run'}. {kept}. Build float32, or leave the file out."
+    )
+
+
+def _show(built: Built, own: ParityReport | None, *, as_json: bool) -> None:
     parity, path = built.bundle.verdict, str(built.bundle.path)
     status = "failed" if not built.is_good else "cached" if built.cached else "built"
     if as_json:
         verdict = {"status": parity.status, "table": parity.table}
-        show_json("build", {"bundle": path, "status": status, "parity": verdict})
+        files = {} if own is None else {"files": own.to_json()}
+        show_json("build", {"bundle": path, "status": status, "parity": verdict, **files})
         return
     show_report(report_of(parity), stderr=True)
+    if own is not None:
+        from vlexport.evaluate.own import by_file
+
+        lines = [f"{file}: {line}" for file, line in by_file(own).items()]
+        show_report(own.table() if is_verbose() else "\n".join(lines), stderr=True)
     print_line("already built: nothing to do" if status == "cached" else status)
     if parity.status == "not_run" and built.is_good:
         print_line(

@@ -21,14 +21,13 @@ from vlexport.backends import Engine, Progress, log_progress
 from vlexport.bundle import Bundle
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import UnsupportedError
+from vlexport.evaluate.own import samples_of
 from vlexport.evaluate.tasks import Question, questions_of
 from vlexport.evaluate.teacher_forcing import ForcedAnswer, force
-from vlexport.media import MediaLimits, kind_of
 from vlexport.parity import check as parity
 from vlexport.parity.noise import in_dtype, quantized_reference, steady_arithmetic
 from vlexport.parity.pixels import reference_of
 from vlexport.parity.report import ParityReport, Row
-from vlexport.parity.samples import Sample
 from vlexport.runtime.decoder import DecoderOptions, language_of, no_language
 from vlexport.runtime.generate import AnswerGenerator
 from vlexport.runtime.opening import recipe_of
@@ -107,7 +106,8 @@ def check(  # noqa: PLR0913  options of a check
     built_by = recipe_of(opened, recipe)
     if media:
         check_parity = partial(
-            check_parity, own=lambda engine: samples_of(Pipeline(opened, engine, built_by), media, fps)
+            check_parity,
+            own=lambda engine: samples_of(media, fps, Pipeline(opened, engine, built_by).preprocess),
         )
     if task is None:
         return check_parity(opened, against)
@@ -120,18 +120,6 @@ def check(  # noqa: PLR0913  options of a check
         return answer_rows(Pipeline(opened, engine, built_by, language), subject, questions, progress)
 
     return check_parity(opened, against, answers=answers)
-
-
-def samples_of(pipeline: Pipeline, media: Sources, fps: float | None) -> list[Sample]:
-    """Return a call for each image or video, named after its file, as the pipeline preprocesses it."""
-    whole, limits, calls = pipeline.pruner.plan(), MediaLimits(), list[Sample]()
-    for number, source in enumerate(media):
-        item = pipeline.media.read(kind_of(source), source, fps, limits, whole).item
-        name = Path(source).name if isinstance(source, str | Path) else f"item {number}"
-        if any(call.name == f"own {name}" for call in calls):
-            name = f"{name} ({number})"
-        calls.append(Sample(name=f"own {name}", items=(item,)))
-    return calls
 
 
 def answer_rows(

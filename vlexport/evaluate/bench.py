@@ -27,19 +27,21 @@ from vlexport.checkpoint import Checkpoint
 from vlexport.codec import Json
 from vlexport.errors import RequestError
 from vlexport.evaluate.intervals import Interval, paired
-from vlexport.media import MediaLimits
+from vlexport.media import MediaLimits, kind_of
 from vlexport.parity.metrics import Metrics, compare
 from vlexport.parity.noise import in_dtype
 from vlexport.parity.samples import Sample
-from vlexport.recipe import BytesConfig, Recipe
+from vlexport.recipe import BytesConfig, Recipe, Reference
 from vlexport.runtime.opening import checkpoint_of
 from vlexport.runtime.pipeline import Pipeline, load
-from vlexport.runtime.preprocess import read_pixels
+from vlexport.runtime.preprocess import naming, read_pixels
 from vlexport.specs import PIXELS, MediaItem, Pixels
 from vlexport.target import processor_here
 
 T = TypeVar("T")
 Call = Callable[[], Tensor]
+# A model's own class, and the name of its output that is compared.
+_Reference = tuple[Reference, str]
 
 # Threads of a library keep a core busy for some milliseconds after its call.
 SETTLE_S = 0.05
@@ -61,7 +63,7 @@ class BenchOptions:
     lora  where the adapter of the builds is, if it has moved; with another checkpoint, one for that
     """
 
-    media: Sequence[tuple[str, Path | Pixels]] = ()
+    media: Sequence[tuple[str, Path | bytes | Pixels]] = ()
     fps: float | None = None
     size: tuple[int, int] = (448, 448)  # height, width
     rounds: int = 11
@@ -119,7 +121,10 @@ class Contender:
 
 @dataclass(frozen=True, kw_only=True)
 class Timings:
-    """Every contender on the same call, references first; `items` is a digest of what was sent."""
+    """Every contender on the same call, references first; `items` is a digest of what was sent.
+
+    file  the one that was sent alone
+    """
 
     patches: int
     tokens: int
@@ -127,9 +132,11 @@ class Timings:
     weights: str
     machine: Mapping[str, Json]
     contenders: list[Contender]
+    file: str | None = None
 
     def to_json(self) -> dict[str, object]:
         return {
+            **({} if self.file is None else {"file": self.file}),
             "patches": self.patches,
             "tokens": self.tokens,
             "unit": "s",
@@ -154,6 +161,7 @@ def machine_here() -> dict[str, Json]:
 
 def bench(  # noqa: PLR0913  the options of the command line, in one place
     bundles: Sequence[str | Path | Bundle],
+    files: Sequence[str | Path | bytes] = (),
     *,
     checkpoint: str | None = None,
     lora: str | Path | None = None,
@@ -167,24 +175,30 @@ def bench(  # noqa: PLR0913  the options of the command line, in one place
     recipe: str | None = None,
     threads: int = 0,
     progress: Progress = log_progress,
-) -> Timings:
-    """Time bundles of one model next to the model's own class, in turns.
+) -> list[Timings]:
+    """Time bundles of one model next to the model's own class, in turns; return the times of each call.
 
+    files           images and videos, each a call of its own
     checkpoint      the reference (default: the one that the first bundle was built from)
     lora            where the adapter of the builds is, if it has moved
-    images, videos  files that are sent, with `fps` as for `Pipeline.encode`; without any, one random image
-                    of `size`, height and width
+    images, videos  files that are sent in one call, with `fps` as for `Pipeline.encode`; without any, one
+                    random image of `size`, height and width
     rounds          each samples every contender once; 3 at least within `minutes`
     threads         of engines and reference (0: as torch has them)
 
     `allow_failed` and `recipe` are those of `load`.
 
-        vlexport.bench(["engines/BUNDLE"], rounds=5).contenders[1].ratio
+        vlexport.bench(["engines/BUNDLE"], ["photo.jpg"], rounds=5)[0].contenders[1].ratio
     """
     if isinstance(bundles, str | Path | Bundle) or not bundles:
         raise RequestError(f"bundles: {bundles!r} given, a list of one bundle or more expected.")
+    if files and (images or videos):
+        raise RequestError(
+            "files given with images or videos, which are timed in one call. Name all of them in one way."
+        )
+    named = [*(("image", Path(path)) for path in images), *(("video", Path(path)) for path in videos)]
     options = BenchOptions(
-        media=[*(("image", Path(path)) for path in images), *(("video", Path(path)) for path in videos)],
+        media=[(kind_of(file), file) for file in files] or named,
         fps=fps,
         size=size,
         lora=None if lora is None else Path(lora),
@@ -203,7 +217,9 @@ def bench(  # noqa: PLR0913  the options of the command line, in one place
                 )
                 for bundle in bundles
             }
-            return timed(pipelines, progress, against=checkpoint, options=options)
+            if files:
+                return bench_each(pipelines, progress, against=checkpoint, options=options)
+            return [timed(pipelines, progress, against=checkpoint, options=options)]
     finally:
         torch.set_num_threads(before)
 
@@ -212,6 +228,46 @@ def timed(
     pipelines: Mapping[str, Pipeline], progress: Progress, *, against: str | None, options: BenchOptions
 ) -> Timings:
     """Time open bundles of one checkpoint against its reference, on their device and in their dtype."""
+    first, source = _subject(pipelines, against, options)
+    media = _media(options)
+    contenders = _contenders(pipelines, source, media, {})
+    return _timings(first, media, contenders, options, progress)
+
+
+def bench_each(
+    pipelines: Mapping[str, Pipeline], progress: Progress, *, against: str | None, options: BenchOptions
+) -> list[Timings]:
+    """Time each file of the options as `bench` does, alone and at its own size; the reference is loaded once.
+
+    All are read before the first is timed.
+    """
+    first, source = _subject(pipelines, against, options)
+    references = dict[str, _Reference]()
+    places = [
+        str(place) if isinstance(place, str | Path) else f"item {number}"
+        for number, (_, place) in enumerate(options.media)
+    ]
+    media = dict(zip(places, ([pixels] for pixels in _media(options)), strict=True))
+    contenders: dict[str, list[Contender]] = {}
+    for place, pixels in media.items():
+        with naming(place):
+            contenders[place] = _contenders(pipelines, source, pixels, references)
+    options = replace(options, seconds=options.seconds / len(media))
+
+    def timed(place: str) -> Timings:
+        def advance(phase: str, share: float) -> None:
+            progress(f"{Path(place).name}: {phase}", share)
+
+        timings = _timings(first, media[place], contenders[place], options, advance)
+        return replace(timings, file=place)
+
+    return list(map(timed, media))
+
+
+def _subject(
+    pipelines: Mapping[str, Pipeline], against: str | None, options: BenchOptions
+) -> tuple[Pipeline, Checkpoint]:
+    """Return the first pipeline and the checkpoint of the reference; all have the same weights."""
     manifests = [pipeline.bundle.manifest for pipeline in pipelines.values()]
     if len({(manifest.checkpoint.weights, manifest.recipe) for manifest in manifests}) > 1:
         raise RequestError(
@@ -219,15 +275,22 @@ def timed(
             "expected. Build them from one, or time them one by one."
         )
     first = next(iter(pipelines.values()))
-    source = checkpoint_of(first.bundle, against, options.lora)
-    media = _media(options)
-    items = _items(first, media)
-    contenders = _contenders(pipelines, source, media)
+    return first, checkpoint_of(first.bundle, against, options.lora)
+
+
+def _timings(
+    first: Pipeline,
+    media: Sequence[Pixels],
+    contenders: list[Contender],
+    options: BenchOptions,
+    progress: Progress,
+) -> Timings:
     _warm_up(contenders, progress)
     _take_rounds([contender for contender in contenders if not contender.reason], options, progress)
+    items = _items(first, media)
     return Timings(
         items=Sample(name="", items=tuple(_items(first, media, normalised=True))).digest(),
-        weights=manifests[0].checkpoint.weights,
+        weights=first.bundle.manifest.checkpoint.weights,
         machine=machine_here(),
         patches=sum(len(item.patches) for item in items),
         tokens=sum(first.session.num_tokens(item) for item in items),
@@ -246,14 +309,20 @@ def _media(options: BenchOptions) -> list[Pixels]:
 
 def _items(pipeline: Pipeline, media: Sequence[Pixels], *, normalised: bool = False) -> list[MediaItem]:
     config = pipeline.config
-    if normalised and isinstance(config, BytesConfig):
+    if not normalised:
+        return list(map(pipeline.preprocess, media))
+    if isinstance(config, BytesConfig):
         config = config.with_input(PIXELS)
     return [pipeline.recipe.preprocess(config, pixels) for pixels in media]
 
 
 def _contenders(
-    pipelines: Mapping[str, Pipeline], source: Checkpoint, media: Sequence[Pixels]
+    pipelines: Mapping[str, Pipeline],
+    source: Checkpoint,
+    media: Sequence[Pixels],
+    loaded: dict[str, _Reference],
 ) -> list[Contender]:
+    """Return the contenders of one call; references are loaded where they are not."""
     references: dict[str, Contender] = {}
     ours: list[Contender] = []
     for name, pipeline in pipelines.items():
@@ -262,7 +331,9 @@ def _contenders(
         base = f"reference {dtype} {device}"
         if base not in references:
             items = _items(pipeline, media, normalised=True)
-            call = _reference_call(pipeline.recipe, source, items, device=device, dtype=dtype)
+            if base not in loaded:
+                loaded[base] = _reference(pipeline.recipe, source, device)
+            call = _reference_call(loaded[base], items, device=device, dtype=dtype)
             references[base] = Contender(name=base, device=device, dtype=dtype, base=base, call=call)
         ours.append(
             Contender(
@@ -280,14 +351,20 @@ def _contenders(
 
 
 def _bundle_call(pipeline: Pipeline, items: Sequence[MediaItem]) -> Call:
-    return lambda: torch.cat([encoded.embeds for encoded in pipeline.encode_items(items)])
+    """Return one engine call of all items; several where an item, as a long video, needs them."""
+    parts = [piece for item in items for piece in pipeline.session.cut(item, pipeline.encoder.budgets[-1])]
+    calls = [items] if len(parts) == len(items) else [[part] for part in parts]
+    return lambda: torch.cat([encoded.embeds for call in calls for encoded in pipeline.encode_items(call)])
 
 
-def _reference_call(
-    recipe: Recipe[Any], source: Checkpoint, items: Sequence[MediaItem], *, device: str, dtype: str
-) -> Call:
+def _reference(recipe: Recipe[Any], source: Checkpoint, device: str) -> _Reference:
     reference, (name, *_) = recipe.reference(source), recipe.packing(recipe.read_config(source)).outputs
     reference.module.to(device)
+    return reference, name
+
+
+def _reference_call(loaded: _Reference, items: Sequence[MediaItem], *, device: str, dtype: str) -> Call:
+    reference, name = loaded
 
     def call() -> Tensor:
         # Tables that the reference makes from the grids have to be where its weights are.

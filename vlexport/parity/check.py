@@ -159,22 +159,43 @@ def run_checks(  # noqa: PLR0913  what a check may be given besides the two side
         rows += graph_rows(graphs, engine.outputs[0].dtype)
         if portable is not None:
             rows += portable_rows(portable, graphs.selection.selector, subject.recipe, subject.config)
-    required = ("L0", "L1", "L3") if subject.is_exact else LEVELS
     climb = Checker(engine, subject, progress, inside, portable, own)
     climb.proves = then is not None
-    steps = (climb.integers, climb.structure, climb.dtype, climb.health)
+    _climb(climb, climb.integers, rows, stop=stop)
+    if not isinstance(subject.recipe.outline(subject.config), StagedTower):
+        rows.append(unseen("engine blocks", WHOLE))
+    report = ParityReport(rows=tuple(rows), required=_required(subject))
+    if then is not None and report.passed:
+        then(climb)
+    return report
+
+
+def check_own(
+    engine: Engine, subject: BuildSpec, own: Sequence[Sample], progress: Progress = log_progress
+) -> ParityReport:
+    """Compare calls of the user's own alone, as `run_checks` compares them among the drawn ones."""
+    climb = Checker(engine, subject, progress)
+    climb.samples, climb.skipped = list(own), []
+    climb.exact = ExactBlocks(subject.in_float32(), climb.samples)
+    rows: list[Row] = []
+    _climb(climb, lambda: inputs_exact.call_rows(subject, own, climb.rules), rows)
+    return ParityReport(rows=tuple(rows), required=_required(subject))
+
+
+def _climb(
+    climb: Checker, integers: Callable[[], Iterator[Row]], rows: list[Row], *, stop: bool = True
+) -> None:
+    steps = (integers, climb.structure, climb.dtype, climb.health)
     for level, step in zip(LEVELS, steps, strict=True):
         if stop and any(row.verdict in ("failed", "blocked") for row in rows):
             rows.append(_not_run(level, rows))
             continue
         rows.extend(step())
-        give_back(subject.size)
-    if not isinstance(subject.recipe.outline(subject.config), StagedTower):
-        rows.append(unseen("engine blocks", WHOLE))
-    report = ParityReport(rows=tuple(rows), required=required)
-    if then is not None and report.passed:
-        then(climb)
-    return report
+        give_back(climb.subject.size)
+
+
+def _required(subject: BuildSpec) -> tuple[str, ...]:
+    return ("L0", "L1", "L3") if subject.is_exact else LEVELS
 
 
 def curve_of(subject: BuildSpec, profile: ShapeProfile, inputs: tuple[TensorSpec, ...]) -> LayerCurve | None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlexport._build.export import cast_floats
+from vlexport._build.export import cast_floats, example_inputs, specs_of
 from vlexport._build.spec import BuildSpec
 from vlexport.backends import Progress
 from vlexport.errors import InputError, LimitError
@@ -196,6 +196,15 @@ def _outside(recipe: Recipe[Any], config: Any, items: Sequence[MediaItem], rules
     except InputError as error:
         return f"no legal shape: {error}"
     return None
+
+
+def require_fit(subject: BuildSpec, item: MediaItem) -> MediaItem:
+    """Return an item that the engine of a build will take; refuse any other, before there is an engine."""
+    recipe, config, form = subject.recipe, subject.config, subject.form
+    specs = specs_of(example_inputs(recipe, config, subject.dtype, form), recipe.axes(config, form))
+    shapes = {name: tuple(tensor.shape) for name, tensor in recipe.prepare(config, [item], form).items()}
+    check_within(subject.profile, bind(specs, shapes))
+    return item
 
 
 def symbol_values(

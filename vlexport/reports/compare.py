@@ -13,7 +13,7 @@ from vlexport.codec import Json, JsonObject, Measure, encode, freeze_object
 from vlexport.errors import InputError, RequestError
 from vlexport.evaluate.intervals import Interval, unpaired
 from vlexport.parity.report import ParityReport, Row, Verdict, report_in
-from vlexport.reports.facts import Contender, document, timed_from
+from vlexport.reports.facts import Contender, calls_from, document
 from vlexport.reports.features import SUFFIXES, Features, ItemPair, pairs_of
 from vlexport.system import shortage
 
@@ -228,7 +228,9 @@ def _table(place: str, content: JsonObject) -> _Subject:
 
 
 def _bench(place: str, content: JsonObject) -> _Subject:
-    call = timed_from(content)
+    call, *others = calls_from(content)
+    if others:
+        raise InputError(f"times of {len(others) + 1} files found, of one call expected.")
     parts = {"machine": call.machine, "workload": call.workload}
     return _Subject(
         place=place,

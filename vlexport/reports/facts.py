@@ -41,8 +41,9 @@ class Contender:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timed:
-    """A file of `bench`: one call, of so many patches and tokens, by every contender."""
+    """One call of `bench`, of so many patches and tokens, by every contender; `file` was sent alone."""
 
+    file: str | None = None
     patches: int
     tokens: int
     unit: str
@@ -134,7 +135,8 @@ def read_results(
     overlay: Path | None = None,
 ) -> Results:
     """Read the files of other commands; refuse what is not about this bundle."""
-    timings = [_read(path, "bench", lambda content: _timed(content, bundle)) for path in bench]
+    files = [_read(path, "bench", lambda content: _timed(content, bundle)) for path in bench]
+    timings = [call for calls in files for call in calls]
     return Results(
         timings=sorted(timings, key=lambda call: call.tokens),
         plan=None if plan is None else _read(plan, "plan", lambda content: _planned(content, bundle)),
@@ -171,13 +173,21 @@ def _bytes(path: Path, limit: int) -> bytes:
     return raw
 
 
-def timed_from(content: JsonObject) -> Timed:
-    """Return a file of `bench`; fields that nothing here shows are left out."""
+def calls_from(content: JsonObject) -> list[Timed]:
+    """Return the calls in a file of `bench`: one, or one for each of the media that were timed alone."""
+    calls = content.get("calls", (content,))
+    if not isinstance(calls, tuple) or not all(isinstance(call, Mapping) for call in calls) or not calls:
+        raise InputError("'calls': a list of objects expected.")
+    return [_call(call) for call in calls if isinstance(call, Mapping)]
+
+
+def _call(content: JsonObject) -> Timed:
+    """Return one call; fields that nothing here shows are left out."""
     listed = content.get("contenders")
     contenders = (
         [_only(Contender, contender) for contender in listed] if isinstance(listed, tuple) else listed
     )
-    return decode(Timed, _only(Timed, {**content, "contenders": contenders}), "bench")
+    return decode(Timed, _only(Timed, {"file": None, **content, "contenders": contenders}), "bench")
 
 
 def _only(kind: Any, value: Json) -> Json:
@@ -186,11 +196,11 @@ def _only(kind: Any, value: Json) -> Json:
     return {field.name: value[field.name] for field in fields(kind) if field.name in value}
 
 
-def _timed(content: JsonObject, bundle: Bundle) -> Timed:
-    call = timed_from(content)
-    if not any(is_of(contender, bundle.manifest) for contender in call.contenders):
+def _timed(content: JsonObject, bundle: Bundle) -> list[Timed]:
+    calls = calls_from(content)
+    if not all(any(is_of(one, bundle.manifest) for one in call.contenders) for call in calls):
         raise InputError(f"no contender is {bundle.path.name}; timings of this bundle expected.")
-    return call
+    return calls
 
 
 def is_of(contender: Contender, manifest: Manifest) -> bool:
