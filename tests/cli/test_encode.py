@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import signal
 import stat
 import subprocess
 from dataclasses import replace
@@ -17,7 +18,9 @@ from tests.cli.lines import SCRIPT, vlexport
 from vlexport._build import token_graphs
 from vlexport._build.aoti import target_here
 from vlexport.bundle import Bundle
+from vlexport.cli.interrupts import Stopped
 from vlexport.pruning import evs
+from vlexport.runtime.pipeline import Pipeline
 
 
 @pytest.fixture
@@ -52,10 +55,22 @@ def test_stdout_is_the_file_and_stderr_or_json_names_its_tensors(built, image, t
     ran, found = vlexport(*words), vlexport(*words, "--json").document
     assert ran.out == f"{out}\n"
     lines = ran.err.splitlines()
-    assert [line.split(" s  ")[-1] for line in lines[:3]] == ["open", "read 1 of 1", "encode 1 of 1"]
+    phases = ["open", "read 1 of 1", "encode 1 of 1, 0 of 8 tokens"]
+    assert [line.split(" s  ")[-1] for line in lines[:3]] == phases
     assert lines[3:] == ["image.0.embeds [8, 64]", "image.0.grid [3]"]
     assert (found["schema"], found["verb"], found["out"]) == (1, "encode", str(out))
     assert found["tensors"] == {"image.0.embeds": [8, 64], "image.0.grid": [3]}
+
+
+def test_an_interrupt_says_what_is_kept_of_one_file(built, image, tmp_path, monkeypatch):
+    def stop(*_, **__):
+        raise Stopped(signal.SIGINT)
+
+    monkeypatch.setattr(Pipeline, "encode_all", stop)
+    out = tmp_path / "x.safetensors"
+    ran = vlexport("encode", built, image, "--output", out)
+    assert (ran.code, out.exists()) == (130, False)
+    assert f"{out}: nothing is kept: one file is whole or absent." in ran.err
 
 
 def test_folders_globs_and_stdin_are_media(built, image, tmp_path, monkeypatch):

@@ -164,6 +164,23 @@ def test_off_a_terminal_parts_that_are_counted_have_few_lines(capsys):
     assert len(lines) == 21
 
 
+def test_tokens_are_shown_and_are_numbers_for_programs():
+    clock = Clock()
+    overall = Overall(None, clock)
+    overall.advance("encode 1 of 20, 0 of 2000 tokens", 0.0)
+    clock.now += 4.0
+    overall.advance("encode 3 of 20, 500 of 2000 tokens, 125 a second", 0.25)
+    assert (overall.phase, overall.text()) == ("encode", "25% of it, about 12 s left")
+    event = json.loads(overall.event("encode"))
+    assert (event["tokens"], event["all_tokens"], event["tokens_per_second"]) == (500, 2000, 125)
+    assert event["seconds_left"] == 12.0
+    overall.advance("encode 4 of 20, 600 tokens, 120 a second", 0.3)
+    event = json.loads(overall.event("encode"))
+    assert (event["tokens"], event["tokens_per_second"], "all_tokens" in event) == (600, 120, False)
+    overall.advance("round 1 of 2", 0.0)
+    assert "tokens" not in json.loads(overall.event("bench"))
+
+
 def test_what_is_printed_under_a_bar_stands_above_it_and_leaves_no_copy(monkeypatch):
     sent = io.StringIO()
     sent.isatty = lambda: True  # type: ignore[method-assign]

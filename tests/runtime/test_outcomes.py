@@ -18,8 +18,9 @@ import torch
 from tests.runtime.made import IMAGE, VIDEO, image, prompt, video
 from vlexport.errors import InputError, InternalError, LimitError, MediaError, ResourceError, VlexportError
 from vlexport.media import MediaLimits
+from vlexport.runtime import encoder as encoder_module
 from vlexport.runtime.decoder import DecoderOptions
-from vlexport.runtime.encoder import EncoderOptions, EngineSession
+from vlexport.runtime.encoder import Encoder, EncoderOptions, EngineSession
 from vlexport.runtime.generate import AnswerGenerator, RuntimeOptions
 from vlexport.runtime.outputs import Answer
 from vlexport.runtime.pipeline import Pipeline
@@ -359,8 +360,46 @@ def test_encode_all_reports_each_item_as_it_is_read_and_encoded(pipeline, monkey
     reported = []
     pipeline.encode_all([image(0), image(1), image(2)], progress=lambda *each: reported.append(each))
     shares = (0, 1 / 3, 2 / 3)
-    expected = [(f"{phase} {at + 1} of 3", shares[at]) for phase in ("read", "encode") for at in range(3)]
-    assert reported == expected
+    assert reported[:3] == [(f"read {at + 1} of 3", shares[at]) for at in range(3)]
+    each = len(pipeline.encode(image(0)).embeds)
+    for at, (words, share) in enumerate(reported[3:]):
+        counted = f"encode {at + 1} of 3, {at * each} of {3 * each} tokens"
+        assert re.fullmatch(counted + (r", \d+ a second" if at else ""), words)
+        assert share == pytest.approx(shares[at])
+
+
+def test_calls_take_two_seconds_of_work_by_the_speed_of_the_last_one(pipeline, monkeypatch):
+    encoder = Encoder(pipeline.session, EncoderOptions())
+    # Rows of this backend have other bits in other company, so the clock has no say.
+    assert not encoder.is_paced
+    assert list(encoder._batches([300, 100, 100, 50])) == [[3, 1, 2, 0]]
+    monkeypatch.setattr(encoder, "is_paced", True)
+    calls = encoder._batches([300, 100, 100, 50, 400, 10_000])
+    assert next(calls) == [3, 1, 2]  # within 256 tokens
+    encoder.speed = 200.0
+    assert next(calls) == [0]
+    encoder.speed = 2_000_000.0
+    assert next(calls) == [4, 5]
+    assert list(calls) == []
+    encoder.speed = 0.01
+    assert encoder.room == 256
+    assert list(encoder._batches([3_000, 4_000])) == [[0], [1]]
+
+
+def test_paced_calls_cut_videos_and_give_the_rows_of_one_call(pipeline, monkeypatch):
+    sources = {"images": [image(0), image(1)], "videos": [video(3)]}
+    whole = pipeline.encode_all(**sources)
+    paced = Encoder(pipeline.session, EncoderOptions(cache_bytes=0))
+    monkeypatch.setattr(paced, "is_paced", True)
+    monkeypatch.setattr(encoder_module, "PIECE_TOKENS", 8)
+    monkeypatch.setattr(encoder_module, "FIRST_TOKENS", 8)
+    monkeypatch.setattr(pipeline, "encoder", paced)
+    monkeypatch.setattr(pipeline.media, "cache", paced.cache)
+    before = pipeline.session.num_calls
+    for ours, theirs in zip(pipeline.encode_all(**sources), whole, strict=True):
+        torch.testing.assert_close(ours.embeds, theirs.embeds, atol=1e-5, rtol=0)
+        assert ours.grid == theirs.grid
+    assert pipeline.session.num_calls > before + 1
 
 
 def test_an_image_above_the_profile_is_refused_with_the_largest_size_that_is_not(pipeline, monkeypatch):

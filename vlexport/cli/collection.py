@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -12,7 +13,7 @@ from typing import Any, BinaryIO
 
 import typer
 
-from vlexport.cli.interrupts import Stopped
+from vlexport.cli.interrupts import kept_if_stopped
 from vlexport.cli.options import Opening, PrunedMedia, Shards
 from vlexport.cli.output import print_error, print_line, show, show_json
 from vlexport.cli.progress import phases
@@ -103,21 +104,23 @@ def encode_collection(
 def _encode_missing(collection: Collection, bundle: Path, arguments: dict[str, Any], kept: int) -> None:
     from vlexport.runtime.pipeline import load
 
-    total = collection.num_items
+    total, started = collection.num_items, time.monotonic()
 
-    def report(number: int) -> None:
-        progress(f"encode {number} of {total}", (number - kept) / (total - kept))
+    def report(number: int, tokens: int) -> None:
+        rate = f", {tokens / (time.monotonic() - started):.0f} a second" if tokens else ""
+        progress(f"encode {number} of {total}, {tokens} tokens{rate}", (number - kept) / (total - kept))
 
-    try:
-        with phases("encode") as progress:
-            progress("open", 0.0)
-            with load(bundle, **arguments) as pipeline:
-                if collection.settings.prune and "prune" in pipeline.forms:
-                    print_line(f"prune {pipeline.forms['prune']}")
-                collection.encode(pipeline, report)
-    except Stopped:
-        print_error(f"{collection.folder}: finished shards are kept; the same command goes on from there.")
-        raise
+    def left() -> str:
+        stored = f"{total - collection.num_missing} of {total} items are kept, in finished shards"
+        return f"{collection.folder}: {stored}; the same command goes on from there."
+
+    with kept_if_stopped(left), phases("encode") as progress:
+        progress("open", 0.0)
+        with load(bundle, **arguments) as pipeline:
+            if collection.settings.prune and "prune" in pipeline.forms:
+                print_line(f"prune {pipeline.forms['prune']}")
+            started = time.monotonic()
+            collection.encode(pipeline, report)
 
 
 def _show(collection: Collection, kept: int, *, as_json: bool) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from vlexport.cli import options
+from vlexport.cli.interrupts import kept_if_stopped
 from vlexport.cli.options import grouped, new_file, option
 from vlexport.cli.output import failures, print_error, print_line, show, show_json
 from vlexport.cli.progress import phases
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 
 STDOUT = Path("-")
+ABSENT = "{}: nothing is kept: one file is whole or absent. --output-dir keeps finished shards."
 
 
 def _new_output(param: typer.CallbackParam, path: Path | None) -> Path | None:
@@ -92,7 +94,7 @@ def _encode_files(
     from vlexport.runtime.outputs import provenance
     from vlexport.runtime.pipeline import load
 
-    with traced(trace), phases("encode") as progress:
+    with kept_if_stopped(lambda: ABSENT.format(output)), traced(trace), phases("encode") as progress:
         progress("open", 0.0)
         with load(usable, **arguments) as pipeline:
             outcomes = pipeline.encode_all(

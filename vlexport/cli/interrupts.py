@@ -13,13 +13,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 from vlexport._build.aoti import unpacked
+from vlexport.cli.output import print_error
 
 # A call into a library is not interrupted, and an exception may get lost in one; people wait five seconds.
 # With a grace of 4 the end came after 5.96 s on two processors that 17 processes shared.
@@ -41,6 +42,16 @@ class Stopped(BaseException):
         super().__init__(number)
         self.exit_code = 128 + number
         self.message = f"{_WORDS[number]}; no incomplete result is stored."
+
+
+@contextmanager
+def kept_if_stopped(words: Callable[[], str]) -> Iterator[None]:
+    """Print what is left of the work of the block where a signal ends it."""
+    try:
+        yield
+    except Stopped:
+        print_error(words())
+        raise
 
 
 class Received:

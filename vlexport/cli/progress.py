@@ -26,6 +26,10 @@ LINE_SHARE = 0.05
 EVENT_SECONDS, EVENT_SHARE = 2.0, 0.01
 # Of all that is expected, how much counts as gone as expected before it is.
 DOUBT = 0.03
+# Of a phase that counts them: how many are done, of how many where that is known, and how fast.
+TOKENS = re.compile(
+    r"(?P<tokens>\d+)( of (?P<all_tokens>\d+))? tokens(, (?P<tokens_per_second>\d+) a second)?$"
+)
 
 
 class Overall:
@@ -43,8 +47,8 @@ class Overall:
         self.seconds: dict[str, float] = {}
 
     def advance(self, phase: str, share: float) -> None:
-        """Take the report of a phase; `round 3 of 11` is a part of the phase `round`."""
-        name = re.sub(r" \d+( of \d+)?$", "", phase)
+        """Take the report of a phase; `round 3 of 11` is a part of `round`, and what follows a comma none."""
+        name = re.sub(r" \d+( of \d+)?(, .*)?$", "", phase)
         if name != self.phase:
             self._leave()
             self.phase, self.inside = name, 0.0
@@ -103,7 +107,9 @@ class Overall:
         """Return the state as a line of JSON; `seconds_left` is of the phase without an earlier time."""
         state = {"verb": title, "phase": self.words, "share": round(self.share(), 3)}
         seconds = {"seconds": round(self.clock() - self.started, 1), "seconds_left": round(self.left(), 1)}
-        return json.dumps({"event": "progress", **state, **seconds})
+        counts = TOKENS.search(self.words)
+        numbers = {name: int(text) for name, text in counts.groupdict().items() if text} if counts else {}
+        return json.dumps({"event": "progress", **state, **numbers, **seconds})
 
 
 def duration(seconds: float) -> str:

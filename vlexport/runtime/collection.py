@@ -219,19 +219,21 @@ class Collection:
         numbers = set(self.missing)
         return (part for part in self.parts() if part.number in numbers)
 
-    def encode(self, pipeline: Pipeline, report: Callable[[int], None] = lambda _: None) -> None:
-        done = self.num_items - self.num_missing
+    def encode(self, pipeline: Pipeline, report: Callable[[int, int], None] = lambda *_: None) -> None:
+        """Write the missing shards; report items that are done, and tokens that this run has encoded."""
+        tokens = 0
         for part in self.missing_parts():
-            records = write_shard(
-                pipeline,
-                part,
-                self.folder,
-                self.settings,
-                lambda inside, before=done: report(before + inside),  # type: ignore[misc]
-            )
+            before = self.num_items - self.num_missing, tokens
+
+            def advance(number: int, added: int, before: tuple[int, int] = before) -> None:
+                nonlocal tokens
+                tokens = before[1] + added
+                report(before[0] + number, tokens)
+
+            records = write_shard(pipeline, part, self.folder, self.settings, advance)
             with explained(self.folder), (self.folder / INDEX).open("a", encoding="utf-8") as index:
                 index.writelines(map(_line, records))
-            done += len(part.items)
+            self.num_missing -= len(part.items)
 
     def finish(self) -> Outcomes:
         """Write the index anew from the shards, each compared with the list, and count the outcomes."""
@@ -330,9 +332,11 @@ def write_shard(
     part: Part,
     folder: Path,
     settings: CollectionSettings,
-    report: Callable[[int], None] = lambda _: None,
+    report: Callable[[int, int], None] = lambda *_: None,
 ) -> list[Record]:
     """Encode the items of a part and write its shard; return one record for each.
+
+    `report` is given the items that are done, and their tokens.
 
     Any process may call it for any part, also twice: the shard appears whole, and has the same bytes.
     """
@@ -340,6 +344,7 @@ def write_shard(
 
     facts: list[Record | VlexportError] = []
     records: list[Record] = []
+    num_tokens = 0
     # What the engine has given waits on the disk: a shard may be more than memory takes.
     places: dict[str, tuple[int, Tensor]] = {}
     with (
@@ -360,6 +365,7 @@ def write_shard(
             name, about = f"item.{part.first + number}", facts[number]
             outcome = about if isinstance(about, VlexportError) else encoded
             if isinstance(outcome, Encoded):
+                num_tokens += len(outcome.embeds if outcome.mask is None else outcome.mask)
                 for key, tensor in named_tensors(name, outcome).items():
                     places[key] = spool.tell(), torch.empty_like(tensor, device="meta")
                     spool.write(tensor.detach().cpu().view(-1).view(torch.uint8).numpy().data)
@@ -367,7 +373,7 @@ def write_shard(
                 key: value for key, value in zip(LISTED, _listed(item), strict=True) if value is not None
             }
             records.append({"item": name, "shard": part.shard, **listed, **_outcome(outcome, about)})
-            report(number + 1)
+            report(number + 1, num_tokens)
         spool.flush()
         metadata = _made_by(pipeline.bundle, settings) | {"items": json.dumps(records)}
         write_tensors(_mapped(spool, places), temporary, metadata)

@@ -8,7 +8,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -37,6 +37,8 @@ Grid = tuple[int, int, int]
 KEPT_TABLES = 32
 # Tokens of one engine call, if no option sets another number and the item can be cut.
 MOST_TOKENS = 16384
+# Work of a call in seconds, tokens of the first one, and of pieces of a video that calls are filled with.
+CALL_SECONDS, FIRST_TOKENS, PIECE_TOKENS = 2.0, 256, 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -331,9 +333,19 @@ class Encoder:
         most = min(options.max_tokens or MOST_TOKENS, session.largest_call)
         self.budgets = (*(budget for budget in session.engine.budgets if budget < most), most)
         self.max_items = options.max_items
+        # Sizes that follow from a clock must change no bit, and captured graphs have sizes of their own.
+        self.is_paced = len(self.budgets) == 1 and session.bundle.manifest.proof.deterministic == "item"
+        self.speed = 0.0  # tokens a second of the last call
         self.cache = EmbeddingCache(options.cache_bytes)
         if options.warm_up:
             session.engine.warm_up()
+
+    @property
+    def room(self) -> int:
+        """Return the tokens of the next call: two seconds of work where rows are the same in any mix."""
+        if not self.is_paced:
+            return self.budgets[-1]
+        return min(self.budgets[-1], int(self.speed * CALL_SECONDS) or FIRST_TOKENS)
 
     def encode(
         self, media: Sequence[EncoderInput], progress: Progress = log_progress
@@ -363,20 +375,38 @@ class Encoder:
         return outcome
 
     def _run_all(self, items: Sequence[MediaItem], progress: Progress) -> list[EncoderOutput | VlexportError]:
-        cuts = [self.session.cut(item, self.budgets[-1]) for item in items]
+        most = min(PIECE_TOKENS, self.budgets[-1]) if self.is_paced else self.budgets[-1]
+        cuts = [self.session.cut(item, most) for item in items]
         pieces = [(number, piece) for number, cut in enumerate(cuts) for piece in cut]
         left = Counter(number for number, _ in pieces)
         outcomes: dict[int, EncoderOutput | VlexportError] = {}
         tokens = [self.session.num_tokens(piece) for _, piece in pieces]
-        for batch in pack(tokens, self.budgets, self.max_items):
+        num_tokens, all_tokens, started = 0, sum(tokens), time.perf_counter()
+        for batch in self._batches(tokens):
             done = len(items) - len(+left)
-            progress(f"encode {done + 1} of {len(items)}", done / len(items))
+            words = f"encode {done + 1} of {len(items)}, {num_tokens} of {all_tokens} tokens"
+            if num_tokens:
+                words += f", {num_tokens / (time.perf_counter() - started):.0f} a second"
+            progress(words, num_tokens / all_tokens)
             left.subtract(pieces[index][0] for index in batch)
             ran = self._run_batch([pieces[index][1] for index in batch])
             outcomes |= dict(zip(batch, ran, strict=True))
+            num_tokens += sum(tokens[index] for index in batch)
         in_order = map(outcomes.pop, range(len(pieces)))
         parts = [list(itertools.islice(in_order, len(cut))) for cut in cuts]
         return [attempt(partial(self._joined, item), part) for item, part in zip(items, parts, strict=True)]
+
+    def _batches(self, tokens: Sequence[int]) -> Iterator[list[int]]:
+        """Yield the indices of each call; the next one follows from the speed of the last."""
+        if not self.is_paced:
+            yield from pack(tokens, self.budgets, self.max_items)
+            return
+        left = sorted(range(len(tokens)), key=lambda index: tokens[index])
+        while left:
+            filled = itertools.accumulate(tokens[index] for index in left[: self.max_items])
+            count = max(1, bisect.bisect_right(list(filled), self.room))
+            yield left[:count]
+            left = left[count:]
 
     def _run_batch(self, items: Sequence[MediaItem]) -> list[EncoderOutput | VlexportError]:
         """Run one call; where it fails, its halves, down to the item at fault."""
@@ -390,6 +420,7 @@ class Encoder:
             outcomes = [outcome for half in halves for outcome in self._run_batch(half)]
             return outcomes if len(items) > 1 else [attempt(partial(self._joined, items[0]), outcomes)]
         per_token = (time.perf_counter() - started) / sum(len(result.embeds) for result in encoded)
+        self.speed = 1 / per_token
         return [EncoderOutput(encoded=result, seconds=per_token * len(result.embeds)) for result in encoded]
 
     def _joined(self, item: MediaItem, parts: Sequence[EncoderOutput | VlexportError]) -> EncoderOutput:

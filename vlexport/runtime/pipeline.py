@@ -185,7 +185,8 @@ class Pipeline:
         """Encode with one outcome for each item: its embeddings, or its own error.
 
         Items are packed into as many engine calls as they need. The arguments are those of `encode`, and
-        `progress`, which is given texts such as "encode 3 of 12" with the share that is done.
+        `progress`, which is given texts such as "encode 3 of 12, 512 of 2048 tokens, 300 a second" with the
+        share of the tokens that is done.
         """
         sources, read, plan = self._encoding(media, **options)
         report = progress or log_progress
@@ -250,7 +251,7 @@ class Pipeline:
             item = attempt(read, source)
             added = self.session.num_tokens(item.item) if isinstance(item, EncoderInput) else 0
             is_full = len(held) == self.encoder.max_items
-            if is_full or num_tokens + added > self.encoder.budgets[-1]:
+            if held and (is_full or num_tokens + added > self.encoder.room):
                 yield from self._encode_items(held, plan)
                 held, num_tokens = [], 0
             held.append(item)
