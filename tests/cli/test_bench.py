@@ -92,10 +92,10 @@ def test_files_that_cannot_be_timed_are_refused_before_anything_is(built, image,
     refused = vlexport("bench", built, image, "--image", image)
     assert (refused.code, "in one call" in refused.err) == (2, True)
     assert vlexport("bench", image).code == 2
-    large = tmp_path / "large.png"
-    Image.new("RGB", (3_000, 2_800)).save(large)
-    refused = vlexport("bench", built, image, large)
-    assert (refused.code, f"{large}: image of 3000x2800 pixels" in refused.err) == (6, True), refused.err
+    long = tmp_path / "long.png"
+    Image.new("RGB", (28_000, 56)).save(long)
+    refused = vlexport("bench", built, image, long)
+    assert (refused.code, f"{long}: image of 28000x56 pixels" in refused.err) == (6, True), refused.err
     assert "round" not in refused.err
 
 

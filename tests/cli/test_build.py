@@ -144,13 +144,13 @@ def test_files_are_compared_at_their_own_sizes_where_a_bundle_is_there_already(
     assert (document["status"], document["files"]["status"]) == ("cached", "passed")
 
 
-def test_files_outside_the_profile_are_refused_before_the_export(checkpoint, tmp_path, image):
+def test_files_outside_the_profile_are_refused_before_the_export(checkpoint, tmp_path, video):
     words = ("build", checkpoint, "--backend", "eager", "--output-dir", tmp_path / "engines")
-    ran = vlexport(*words, "--max-pixels", 1_000, "--check", image)
-    assert ran.code == 6
-    assert f"{image}: " in ran.err
+    ran = vlexport(*words, "--max-pixels", 1_000, "--max-images", 1, "--check", video, "--fps", 2)
+    assert ran.code == 6, ran.err
+    assert f"{video}: " in ran.err
     assert "does not fit profile" in ran.err
-    assert "export" not in ran.err
+    assert "hash weights" not in ran.err
     assert "absent.png" in vlexport(*words, "--check", tmp_path / "absent.png").err
     assert not list((tmp_path).glob("engines/*"))
 

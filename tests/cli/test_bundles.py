@@ -78,14 +78,42 @@ def test_the_report_is_one_page_with_every_row_that_loads_nothing(bundle, tmp_pa
     out = tmp_path / "report.html"
     ran = vlexport("report", bundle, "-o", out)
     assert (ran.code, ran.out) == (0, f"{out}\n"), ran.err
+    assert "Not measured: drift by block, latency" in ran.err
     text, made = out.read_text("utf-8"), Bundle.open(bundle)
-    assert not re.search(r"<script|src=|href=|https?:|@import|url\(", text)
+    assert not re.search(r"<script|src=|href=(?!\"#)|https?:|@import|url\(", text)
     verdicts = [row.verdict for row in ParityReport.from_json(made.verdict.table).rows]
     assert re.findall(r'<span class="(\w+)">\1</span></td></tr>', text) == verdicts
     for words in (made.digest, made.manifest.key, *(each.sha256 for each in made.manifest.files.values())):
         assert words in text
     refused = vlexport("report", bundle, "-o", tmp_path / "report.txt")
     assert (refused.code, "--output" in refused.err, ".html" in refused.err) == (2, True, True)
+
+
+@pytest.mark.slow
+def test_the_report_measures_what_it_lacks_and_names_what_that_needs(bundle, checkpoint, image, tmp_path):
+    out = tmp_path / "report.html"
+    refused = vlexport("report", bundle, image, "-o", out)
+    assert (refused.code, "without --measure" in refused.err) == (2, True)
+    ran = vlexport("report", bundle, image, "--measure", "-o", out)
+    assert ran.code == 0, ran.err
+    assert "Not measured: pruning, kept tokens: a video is needed." in ran.err
+    text = out.read_text("utf-8")
+    places = re.findall(r'<section id="([a-z-]*)">', text)
+    assert places[:4] == ["accuracy", "drift-by-block", "latency", "padding-and-memory"]
+    assert {"pruning", "kept-tokens"} & set(places) == set()
+    assert f"<td>{image.name}</td>" in text
+    assert ParityReport.from_json(Bundle.open(bundle).verdict.table).layers is not None
+    unchecked = replace(Bundle.open(bundle).manifest, parity=Verdict(status="not_run"))
+    (bundle / "manifest.json").write_bytes(unchecked.encoded())
+    Trust.of().record(unchecked.digest(), "built")
+    assert "Not measured: accuracy, drift by block, latency" in vlexport("report", bundle, "-o", out).err
+    ran = vlexport("report", bundle, image, "--measure", "-o", out)
+    assert "Not measured: pruning, kept tokens: a video is needed." in ran.err
+    assert Bundle.open(bundle).verdict.status == "passed"
+    gone = ("report", bundle, "--measure", "--checkpoint", tmp_path / "absent", "-o", out, "--json")
+    document = vlexport(*gone).document
+    assert document["unmeasured"].startswith("Not measured: latency, padding and memory: '")
+    assert "absent' does not exist" in document["unmeasured"]
 
 
 def made_with(bundle, version):

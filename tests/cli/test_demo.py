@@ -40,7 +40,11 @@ def test_the_demo_prints_what_it_did_and_where_it_lies(first, place):
     assert Path(fields["picture"].split()[0]).read_bytes().startswith(b"\x89PNG")
     assert "37 of 75 video tokens kept" in fields["question"]
     assert fields["answer"].endswith("(right)")
-    assert "<html" in Path(fields["report"].split()[0]).read_text(encoding="utf-8")
+    page = Path(fields["report"].split()[0]).read_text(encoding="utf-8")
+    assert "Not measured" not in page
+    sections = ("drift-by-block", "latency", "padding-and-memory", "pruning", "kept-tokens")
+    assert all(f'<section id="{section}">' in page for section in sections)
+    assert "data:image/png;base64," in page
     assert Bundle.open(fields["bundle"].split()[0]).path.parent == place / "engines"
 
 

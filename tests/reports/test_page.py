@@ -24,7 +24,7 @@ from vlexport.errors import InputError, MediaError, RequestError
 from vlexport.evaluate.bench import Contender, Timings, machine_here
 from vlexport.evaluate.intervals import Interval
 from vlexport.parity.report import LayerCurve, LayerPoint, ParityReport, Row
-from vlexport.reports.facts import read_results
+from vlexport.reports.facts import Results, read_results
 from vlexport.reports.page import page
 from vlexport.reports.sweep import Sweep, rows_of
 
@@ -356,7 +356,7 @@ def planted(kind, value, whole=None):
 
 ALLOWED = {
     "html", "head", "meta", "title", "style", "body", "h1", "h2", "p", "b", "br", "section", "details",
-    "summary", "div", "span", "small", "code", "table", "tr", "th", "td", "data", "i", "img",
+    "summary", "div", "span", "small", "code", "table", "tr", "th", "td", "data", "i", "img", "nav", "a",
     "svg", "desc", "rect", "path", "text",
 }  # fmt: skip
 
@@ -401,7 +401,7 @@ def test_a_script_in_any_text_is_shown_and_not_run(tmp_path):
 def test_the_page_loads_nothing_and_has_both_colour_schemes(bundle, documents, tmp_path):
     text = page(bundle, read_results(bundle, **written(tmp_path, documents, picture_of(bundle))))
     places = re.findall(r"(?:href|src)=\"?([^\"]{0,22})|url\((.*?)\)|(@import)|(https?:[^\"' ]*)", text)
-    assert {"".join(each) for each in places} == {"data:image/png;base64,", SVG[1:-1]}
+    assert {"".join(each) for each in places if each[0][:1] != "#"} == {"data:image/png;base64,", SVG[1:-1]}
     assert "default-src 'none'; style-src 'unsafe-inline'; img-src data:" in text
     assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in text
     style, *_ = re.findall(r"<style>(.*?)</style>", text, re.DOTALL)
@@ -412,19 +412,32 @@ def test_the_page_loads_nothing_and_has_both_colour_schemes(bundle, documents, t
     assert len(re.findall(r"<(?:table|svg|img)\b", text)) == text.count('<div class="wide"><') > 10
 
 
-def test_what_was_not_measured_is_named_with_the_command_that_does(tmp_path):
+def test_what_was_not_measured_is_named_in_one_line_with_the_command_that_does(tmp_path):
     bare = bundle_with(tmp_path, ParityReport(rows=ROWS))
     text = page(bare)
-    for command in (
-        "check BUNDLE --accuracy --layers",
-        "bench BUNDLE",
-        "plan SOURCE",
-        "sweep BUNDLE",
-        "run BUNDLE",
-    ):
-        assert f"Not measured. <code>vlexport {command}" in text
+    line = "drift by block, latency, padding and memory, pruning, kept tokens: "
+    assert f"<p>Not measured: {line}<code>vlexport report BUNDLE VIDEO --measure --output FILE" in text
+    assert text.count("Not measured") == 1
     unchecked = replace(bare, manifest=replace(bare.manifest, parity=Verdict(status="not_run")))
     assert 'Accuracy check: <b class="not_run">not_run</b>' in page(unchecked)
+    assert "<p>Not measured: accuracy, drift" in page(unchecked)
+    unmet = {"Latency": "'x' is gone. Look.", "Padding and memory": "'x' is gone. Look."}
+    expected = "kept tokens: <code>vlexport report BUNDLE VIDEO --measure"
+    assert "latency, padding and memory: &#x27;x&#x27; is gone. Look.</p>" in page(bare, Results(unmet=unmet))
+    assert expected in page(bare, Results(unmet=unmet))
+
+
+def test_the_contents_lead_to_every_section_and_the_machine_is_named(bundle, documents, tmp_path):
+    documents["bench"][0]["machine"] |= {"processor": "Some CPU", "gpu": "A <GPU>", "threads": 2}
+    documents["bench"][1]["file"] = "photos/mine.png"
+    text = page(bundle, read_results(bundle, **written(tmp_path, documents, picture_of(bundle))))
+    assert "Not measured" not in text
+    links = re.findall(r'<a href="#([^"]*)">', text)
+    assert links == re.findall(r'<section id="([^"]*)">', text)
+    assert len(links) == 10
+    assert 'Some CPU with A &lt;GPU&gt;, <data value="2">2</data> threads' in text
+    rows = Parsed(text).rows["latency"]
+    assert [row[0] for row in rows] == ["file", *["mine.png"] * 3, *[""] * 3]
 
 
 def test_a_failed_check_is_open_with_three_lines_to_act_on_and_marks_what_is_over(tmp_path):

@@ -214,6 +214,15 @@ def test_an_axis_holds_what_it_has_to_and_ends_where_values_do():
     assert "chance 25" in [each.text for each in low.iter(f"{SVG}text")]
 
 
+def test_points_of_few_questions_have_no_curve_through_them(found):
+    lines = r'<path [^>]*stroke-dasharray="[^"]*" style="fill: none"'
+    few, many = found, replace(found, rows=rows_of(JUDGED * 4, [["order"]] * 12))
+    assert (len(re.findall(lines, few.svg())), len(re.findall(lines, many.svg()))) == (0, 4)
+    # Nor a piece of one in the legend.
+    assert "stroke-dasharray=" not in few.svg()
+    assert few.svg().count("<title>evs: ") == many.svg().count("<title>evs: ") == 4
+
+
 def test_a_chart_of_one_value_has_an_axis():
     text = draw("t", "a", "x", [Panel(title="p", curves=[Curve(name="a", points=[Point(x=0, y=0)])])])
     assert "nan" not in text

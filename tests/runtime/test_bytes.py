@@ -110,8 +110,8 @@ def test_such_a_bundle_is_checked_again_and_timed_against_pixels(bundle: Bundle,
     with load(bundle.path) as of_bytes:
         both = {"bytes": of_bytes, "pixels": opened}
         options = BenchOptions(size=(56, 56), rounds=1)
-        contenders = timed(both, lambda *_: None, against=None, options=options).contenders
-    errors = {each.name: each.relative_l2 for each in contenders}
+        (timings,) = timed(both, lambda *_: None, against=None, options=options)
+    errors = {each.name: each.relative_l2 for each in timings.contenders}
     assert errors["bytes"] == errors["pixels"]
     assert errors["pixels"] is not None
     assert errors["pixels"] < 1e-5

@@ -13,7 +13,7 @@ from vlexport.cli.progress import phases
 from vlexport.errors import RequestError
 
 if TYPE_CHECKING:
-    from vlexport.evaluate.bench import Contender
+    from vlexport.evaluate.bench import Contender, Timings
 
 COLUMNS = (
     "contender", "ms p50", "ms p90", "tokens/s", "times as fast", "relative L2", "GPU MiB", "graphs",
@@ -68,19 +68,24 @@ def bench(
             **asdict(opening),
             progress=progress,
         )
+    _show(calls, rounds, as_json=as_json)
+
+
+def _show(calls: Sequence[Timings], rounds: int, *, as_json: bool) -> None:
+    has_files = calls[0].file is not None
     if as_json:
         documents = [call.to_json() for call in calls]
-        show_json("bench", {"calls": documents} if files else documents[0])
+        show_json("bench", {"calls": documents} if has_files else documents[0])
         return
     for call in calls:
-        place = f"{call.file}: " if files else ""
+        place = f"{call.file}: " if has_files else ""
         print_line(f"{place}{call.patches} patches, {call.tokens} tokens, {rounds} rounds")
     rows = [
-        (*([str(call.file)] if files else []), *_row(contender, call.tokens))
+        (*([str(call.file)] if has_files else []), *_row(contender, call.tokens))
         for call in calls
         for contender in call.contenders
     ]
-    show_table((*(["file"] if files else []), *COLUMNS), rows)
+    show_table((*(["file"] if has_files else []), *COLUMNS), rows)
 
 
 def _split(paths: Sequence[Path]) -> tuple[list[Path], list[File]]:

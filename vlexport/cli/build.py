@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,8 +32,11 @@ from vlexport.errors import ParityError
 if TYPE_CHECKING:
     from vlexport._build.build import Built
     from vlexport._build.plan import Forecast
+    from vlexport._build.spec import BuildSpec
+    from vlexport.backends import Progress
     from vlexport.bundle import Verdict
     from vlexport.parity.report import ParityReport
+    from vlexport.parity.samples import Sample
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,7 +135,7 @@ def build(
         if media or not is_apart:
             spec = request(**arguments, progress=progress)
         if media:
-            from vlexport.evaluate.own import compare_own, fitting_samples
+            from vlexport.evaluate.own import fitting_samples
 
             samples = fitting_samples(spec, media, fps)
         if is_apart:
@@ -146,12 +150,10 @@ def build(
 
             built = build_checkpoint(spec, progress)
         if media and built.is_good:
-            own = compare_own(built.bundle, spec, samples, lambda _, share: progress("check files", share))
+            own = _compared(built, spec, samples, lambda _, share: progress("check files", share))
     if weights is not None and not (built.cached or media) and "resume" not in (seconds := overall.finish()):
         for known in (kind, ("build",)):
             keep(Timings(phases=seconds, weights=weights), *known)
-    if own is not None and not own.passed:
-        _refuse(built, own)
     _show(built, own, as_json=as_json)
     with data_is_out():
         bundle = built.require_passed()
@@ -159,17 +161,23 @@ def build(
             print_line(f"named {tag(bundle.path, name)}")
 
 
-def _refuse(built: Built, own: ParityReport) -> None:
-    """Raise the error about files that fail; a bundle that was there before stays."""
+def _compared(built: Built, spec: BuildSpec, samples: Sequence[Sample], progress: Progress) -> ParityReport:
+    """Compare files with the stored engine; where one fails, remove what this build has stored."""
     from vlexport.bundle.store import remove_entry
+    from vlexport.parity.check import check_own
+    from vlexport.runtime.opening import open_engine
 
-    path, bad = built.bundle.path, own.first_bad()
+    with open_engine(built.bundle) as engine:
+        report = check_own(engine, spec, samples, progress)
+    if report.passed:
+        return report
+    path, bad = built.bundle.path, report.first_bad()
     if not built.cached:
         remove_entry(path.parent, path.name)
-    show_report(own.brief(), stderr=True)
+    show_report(report.brief(), stderr=True)
     kept = f"{path} was there before, and stays" if built.cached else "Nothing is stored"
     raise ParityError(
-        f"files of --check: accuracy check '{own.status}', 'passed' expected: "
+        f"files of --check: accuracy check '{report.status}', 'passed' expected: "
         f"{bad.told() if bad else 'it could not run'}. {kept}. Build float32, or leave the file out."
     )
 

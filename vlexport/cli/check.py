@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -152,6 +153,15 @@ def _words(value: object) -> str:
 
 def report(
     bundle: Path = BUNDLE,
+    files: list[Path] = argument(
+        "[FILE]...", "With --measure: images and videos of your own, to time and to prune.", default=None
+    ),
+    fps: float | None = FPS,
+    measure: bool = flag("--measure", "Measure what the results given lack, or say what that needs."),
+    checkpoint: str | None = option(
+        "CHECKPOINT", "Reference and decoder for --measure (default: the one of the build)."
+    ),
+    recipe: str | None = RECIPE_FILE,
     output: Path = option(
         "FILE", "Page to write, *.html.", "--output", "--html", "-o", default=..., callback=new_file(".html")
     ),
@@ -165,15 +175,33 @@ def report(
 ) -> None:
     """Write a page about a bundle, one offline HTML file.
 
-    It shows accuracy, drift by block, latency, padding and memory, pruning, origin and environment. Nothing
-    is measured: results come from the bundle, its accuracy check and the files given.
+    It shows accuracy, drift by block, latency, padding and memory, pruning, origin and environment. Results
+    come from the bundle, its accuracy check and the files given; --measure adds those that lack.
     """
+    media = [file for file in media_files(files or [], openable=True) if isinstance(file, Path)]
+    from vlexport.backends import log_progress
     from vlexport.reports.facts import report as library
 
-    written = library(bundle, output, bench=bench, plan=plan, sweep=sweep, overlay=overlay)
+    with phases("report") if measure else nullcontext(log_progress) as progress:
+        written = library(
+            bundle,
+            output,
+            media,
+            fps=fps,
+            measure=measure,
+            checkpoint=checkpoint,
+            recipe=recipe,
+            bench=bench,
+            plan=plan,
+            sweep=sweep,
+            overlay=overlay,
+            progress=progress,
+        )
     if as_json:
         show_json("report", written.to_json())
         return
+    if written.unmeasured:
+        print_line(written.unmeasured)
     show(str(written.out))
 
 

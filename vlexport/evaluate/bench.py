@@ -63,7 +63,7 @@ class BenchOptions:
     lora  where the adapter of the builds is, if it has moved; with another checkpoint, one for that
     """
 
-    media: Sequence[tuple[str, Path | bytes | Pixels]] = ()
+    media: Sequence[tuple[str, str | Path | bytes | Pixels]] = ()
     fps: float | None = None
     size: tuple[int, int] = (448, 448)  # height, width
     rounds: int = 11
@@ -217,57 +217,28 @@ def bench(  # noqa: PLR0913  the options of the command line, in one place
                 )
                 for bundle in bundles
             }
-            if files:
-                return bench_each(pipelines, progress, against=checkpoint, options=options)
-            return [timed(pipelines, progress, against=checkpoint, options=options)]
+            return timed(pipelines, progress, against=checkpoint, options=options, is_each_alone=bool(files))
     finally:
         torch.set_num_threads(before)
 
 
 def timed(
-    pipelines: Mapping[str, Pipeline], progress: Progress, *, against: str | None, options: BenchOptions
-) -> Timings:
-    """Time open bundles of one checkpoint against its reference, on their device and in their dtype."""
-    first, source = _subject(pipelines, against, options)
-    media = _media(options)
-    contenders = _contenders(pipelines, source, media, {})
-    return _timings(first, media, contenders, options, progress)
-
-
-def bench_each(
-    pipelines: Mapping[str, Pipeline], progress: Progress, *, against: str | None, options: BenchOptions
+    pipelines: Mapping[str, Pipeline],
+    progress: Progress,
+    *,
+    against: str | None,
+    options: BenchOptions,
+    is_each_alone: bool = False,
 ) -> list[Timings]:
-    """Time each file of the options as `bench` does, alone and at its own size; the reference is loaded once.
+    """Time open bundles of one checkpoint against its reference, on their device and in their dtype.
 
-    All are read before the first is timed.
+    All media are read first, and are one call or each a call of its own; a reference is loaded once.
     """
-    first, source = _subject(pipelines, against, options)
-    references = dict[str, _Reference]()
-    places = [
-        str(place) if isinstance(place, str | Path) else f"item {number}"
-        for number, (_, place) in enumerate(options.media)
-    ]
-    media = dict(zip(places, ([pixels] for pixels in _media(options)), strict=True))
-    contenders: dict[str, list[Contender]] = {}
-    for place, pixels in media.items():
-        with naming(place):
-            contenders[place] = _contenders(pipelines, source, pixels, references)
-    options = replace(options, seconds=options.seconds / len(media))
-
-    def timed(place: str) -> Timings:
-        def advance(phase: str, share: float) -> None:
-            progress(f"{Path(place).name}: {phase}", share)
-
-        timings = _timings(first, media[place], contenders[place], options, advance)
-        return replace(timings, file=place)
-
-    return list(map(timed, media))
-
-
-def _subject(
-    pipelines: Mapping[str, Pipeline], against: str | None, options: BenchOptions
-) -> tuple[Pipeline, Checkpoint]:
-    """Return the first pipeline and the checkpoint of the reference; all have the same weights."""
+    calls: dict[str | None, list[Pixels]] = {}
+    for number, (kind, source) in enumerate(options.media or [("image", _noise(options.size))]):
+        name = str(source) if isinstance(source, str | Path) else f"item {number}"
+        pixels = read_pixels(kind, source, options.fps, MediaLimits())
+        calls.setdefault(name if is_each_alone else None, []).append(pixels)
     manifests = [pipeline.bundle.manifest for pipeline in pipelines.values()]
     if len({(manifest.checkpoint.weights, manifest.recipe) for manifest in manifests}) > 1:
         raise RequestError(
@@ -275,36 +246,40 @@ def _subject(
             "expected. Build them from one, or time them one by one."
         )
     first = next(iter(pipelines.values()))
-    return first, checkpoint_of(first.bundle, against, options.lora)
+    checkpoint, loaded = checkpoint_of(first.bundle, against, options.lora), dict[str, _Reference]()
+    contenders: list[list[Contender]] = []
+    for place, media in calls.items():
+        with naming(place):
+            contenders.append(_contenders(pipelines, checkpoint, media, loaded))
+    options, timings = replace(options, seconds=options.seconds / len(calls)), list[Timings]()
+    for (place, media), taking in zip(calls.items(), contenders, strict=True):
+        name = f"{Path(place).name}: " if place else ""
+
+        def advance(phase: str, share: float, name: str = name) -> None:
+            progress(name + phase, share)
+
+        _warm_up(taking, advance)
+        _take_rounds([contender for contender in taking if not contender.reason], options, advance)
+        items = _items(first, media)
+        timings.append(
+            Timings(
+                items=Sample(name="", items=tuple(_items(first, media, normalised=True))).digest(),
+                weights=manifests[0].checkpoint.weights,
+                machine=machine_here(),
+                patches=sum(len(item.patches) for item in items),
+                tokens=sum(first.session.num_tokens(item) for item in items),
+                contenders=taking,
+                file=place,
+            )
+        )
+    return timings
 
 
-def _timings(
-    first: Pipeline,
-    media: Sequence[Pixels],
-    contenders: list[Contender],
-    options: BenchOptions,
-    progress: Progress,
-) -> Timings:
-    _warm_up(contenders, progress)
-    _take_rounds([contender for contender in contenders if not contender.reason], options, progress)
-    items = _items(first, media)
-    return Timings(
-        items=Sample(name="", items=tuple(_items(first, media, normalised=True))).digest(),
-        weights=first.bundle.manifest.checkpoint.weights,
-        machine=machine_here(),
-        patches=sum(len(item.patches) for item in items),
-        tokens=sum(first.session.num_tokens(item) for item in items),
-        contenders=contenders,
+def _noise(size: tuple[int, int]) -> Pixels:
+    source = torch.Generator().manual_seed(0)
+    return Pixels(
+        kind="image", frames=torch.randint(0, 256, (1, *size, 3), dtype=torch.uint8, generator=source)
     )
-
-
-def _media(options: BenchOptions) -> list[Pixels]:
-    noise = torch.Generator().manual_seed(0)
-    frames = torch.randint(0, 256, (1, *options.size, 3), dtype=torch.uint8, generator=noise)
-    return [
-        read_pixels(kind, source, options.fps, MediaLimits())
-        for kind, source in options.media or [("image", Pixels(kind="image", frames=frames))]
-    ]
 
 
 def _items(pipeline: Pipeline, media: Sequence[Pixels], *, normalised: bool = False) -> list[MediaItem]:

@@ -8,25 +8,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vlexport._build.spec import BuildSpec
-from vlexport.backends import Progress, log_progress
-from vlexport.bundle import Bundle
 from vlexport.errors import RequestError
 from vlexport.media import MediaLimits, kind_of
-from vlexport.parity.check import check_own
 from vlexport.parity.report import ParityReport
 from vlexport.parity.samples import Sample, require_fit
-from vlexport.runtime.opening import open_engine
 from vlexport.runtime.preprocess import naming, read_pixels
 from vlexport.specs import MediaItem, Pixels
 
 if TYPE_CHECKING:
-    from vlexport.runtime.pipeline import Sources
+    from vlexport.runtime.request import Source
 
 # How the names of such calls begin.
 OWN = "own "
 
 
-def samples_of(media: Sources, fps: float | None, preprocess: Callable[[Pixels], MediaItem]) -> list[Sample]:
+def samples_of(
+    media: Sequence[Source], fps: float | None, preprocess: Callable[[Pixels], MediaItem]
+) -> list[Sample]:
     """Return a call for each image or video, named after its file."""
     limits, calls = MediaLimits(), list[Sample]()
     for number, source in enumerate(media):
@@ -40,7 +38,7 @@ def samples_of(media: Sources, fps: float | None, preprocess: Callable[[Pixels],
     return calls
 
 
-def fitting_samples(spec: BuildSpec, media: Sources, fps: float | None) -> list[Sample]:
+def fitting_samples(spec: BuildSpec, media: Sequence[Source], fps: float | None) -> list[Sample]:
     """Return a call for each image or video; refuse what the engine of a build will not take."""
     assert spec.backend is not None
     reason = spec.backend.cannot_run(spec.backend.build_target(spec.options, spec.precision))
@@ -53,14 +51,6 @@ def fitting_samples(spec: BuildSpec, media: Sources, fps: float | None) -> list[
     return samples_of(
         media, fps, lambda pixels: require_fit(spec, spec.recipe.preprocess(spec.config, pixels))
     )
-
-
-def compare_own(
-    bundle: Bundle, spec: BuildSpec, samples: Sequence[Sample], progress: Progress = log_progress
-) -> ParityReport:
-    """Compare the engine of a bundle with the reference of its build on these calls."""
-    with open_engine(bundle) as engine:
-        return check_own(engine, spec, samples, progress)
 
 
 def by_file(report: ParityReport) -> dict[str, str]:

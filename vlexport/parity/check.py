@@ -12,6 +12,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -63,7 +64,7 @@ from vlexport.parity.samples import (
     tracked,
 )
 from vlexport.parity.tables import Faults
-from vlexport.recipe import Limit
+from vlexport.recipe import Limit, Recipe
 from vlexport.runtime.outputs import digest_of
 from vlexport.specs import MediaItem, ShapeProfile, TensorSpec
 from vlexport.system import give_back
@@ -102,17 +103,8 @@ def check(  # noqa: PLR0913  options of a check
     if against is not None and not isinstance(against, Checkpoint):
         against = Checkpoint.open(against)
     checkpoint = against or opening.checkpoint_of(bundle, lora=lora)
-    config = opening.config_of(bundle, built_by)
-    subject = BuildSpec(
-        recipe=built_by,
-        config=config,
-        checkpoint=checkpoint,
-        form=manifest.attention_form,
-        precision=opening.precision_of(manifest),
-        profile=manifest.profile,
-        backend=backend,
-        tensors=built_by.stored_tensors(checkpoint, config),
-    )
+    subject = spec_of(bundle, built_by, checkpoint)
+    config = subject.config
     if layers and not isinstance(built_by.outline(config), StagedTower):
         raise UnsupportedError(
             f"layers given for a tower of recipe '{built_by.name}', which is traced whole and has no stages; "
@@ -132,6 +124,23 @@ def check(  # noqa: PLR0913  options of a check
     if layers:
         report = replace(report, layers=curve_of(subject, profile, inputs))
     return report.attached_to(inputs_exact.subject_of(manifest))
+
+
+def spec_of(bundle: Bundle, built_by: Recipe[Any], checkpoint: Checkpoint) -> BuildSpec:
+    """Return a stored bundle as the spec of a build from a checkpoint, without the options of its own."""
+    from vlexport.runtime import opening
+
+    manifest, config = bundle.manifest, opening.config_of(bundle, built_by)
+    return BuildSpec(
+        recipe=built_by,
+        config=config,
+        checkpoint=checkpoint,
+        form=manifest.attention_form,
+        precision=opening.precision_of(manifest),
+        profile=manifest.profile,
+        backend=opening.stored_backend(bundle),
+        tensors=built_by.stored_tensors(checkpoint, config),
+    )
 
 
 def run_checks(  # noqa: PLR0913  what a check may be given besides the two sides

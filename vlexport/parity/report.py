@@ -185,6 +185,11 @@ class ParityReport:
     def passed(self) -> bool:
         return self.status == "passed"
 
+    @property
+    def is_whole(self) -> bool:
+        """True if the tower is a class that is traced whole: it has no stages to compare."""
+        return any(row.note.endswith(WHOLE) for row in self.rows)
+
     def attached_to(self, subject: str) -> ParityReport:
         """Return the report as one of this subject; refused if it already belongs to another."""
         if self.subject not in (None, subject):

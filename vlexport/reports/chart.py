@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 WIDTH, LEFT, RIGHT, TOP, PLOT, GAP, LEGEND = 760, 64, 24, 64, 240, 74, 26
@@ -39,10 +39,11 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Curve:
-    """Points under one name."""
+    """Points under one name; `joined` by a line unless they are too uncertain for one."""
 
     name: str
     points: Sequence[Point]
+    joined: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +98,8 @@ def draw(title: str, about: str, below: str, panels: Sequence[Panel]) -> str:
         for number, panel in enumerate(panels)
         for line in _panel(panel, below, names, TOP + 20 + number * (PLOT + GAP))
     )
-    legend = "\n".join(_legend(names, height - LEGEND / 2))
+    joined = {curve.name for panel in panels for curve in panel.curves if curve.joined}
+    legend = "\n".join(_legend(names, joined, height - LEGEND / 2))
     styles = STYLE + _colours(COLOURS) + "@media (prefers-color-scheme: dark) {\n"
     styles += ".vlx { --paper: #16181d; --ink: #e8eaee; --line: #3a3f49 }\n" + _colours(DARK) + "}\n"
     return f"""<svg xmlns="http://www.w3.org/2000/svg" class="vlx" viewBox="0 0 {WIDTH} {height}" \
@@ -145,8 +147,9 @@ def _curve(curve: Curve, xs: _Axis, ys: _Axis, names: Sequence[str]) -> Iterator
     number = names.index(curve.name)
     aside = BESIDE * (number - (len(names) - 1) / 2)
     placed = [(xs.at(point.x) + aside, ys.at(point.y), point) for point in curve.points]
-    line = "L".join(f"{x:.1f} {y:.1f}" for x, y, _ in placed)
-    yield f'<path {_ink(number)} style="fill: none" stroke-width="2" d="M{line}"/>'
+    if curve.joined:
+        line = "L".join(f"{x:.1f} {y:.1f}" for x, y, _ in placed)
+        yield f'<path {_ink(number)} style="fill: none" stroke-width="2" d="M{line}"/>'
     for x, y, point in placed:
         if point.low is not None and point.high is not None:
             yield f'<path {_plain(number)} d="M{x:.1f} {ys.at(point.low):.1f}V{ys.at(point.high):.1f}"/>'
@@ -154,10 +157,11 @@ def _curve(curve: Curve, xs: _Axis, ys: _Axis, names: Sequence[str]) -> Iterator
         yield _marker(number, x, y, f"{curve.name}: {point.y:.4g}{bounds} at {point.x:.3g}")
 
 
-def _legend(names: Sequence[str], y: float) -> Iterator[str]:
+def _legend(names: Sequence[str], joined: Collection[str], y: float) -> Iterator[str]:
     x = float(LEFT)
     for number, name in enumerate(names):
-        yield f'<path {_ink(number)} stroke-width="2" d="M{x:.0f} {y:.0f}h30"/>'
+        if name in joined:
+            yield f'<path {_ink(number)} stroke-width="2" d="M{x:.0f} {y:.0f}h30"/>'
         yield _marker(number, x + 15, y, name)
         yield f'<text x="{x + 38:.0f}" y="{y + 4:.0f}">{_text(name)}</text>'
         x += 62 + 8 * len(name)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from vlexport.backends import Progress, log_progress
 from vlexport.bundle import Bundle, Manifest
 from vlexport.codec import MAX_BYTES, Json, JsonObject, Measure, decode, encode, parse
 from vlexport.errors import InputError, RequestError
@@ -74,20 +75,25 @@ class Planned:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Results:
-    """What was measured of a bundle; `timings` ascend by tokens, `overlay` is a PNG of kept tokens."""
+    """What was measured of a bundle; `timings` ascend by tokens, `overlay` is a PNG of kept tokens.
+
+    unmet  why a section of the page could not be measured, by its title
+    """
 
     timings: Sequence[Timed] = ()
     plan: Planned | None = None
     sweep: Sweep | None = None
     overlay: bytes = b""
+    unmet: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Written:
-    """A page that was written."""
+    """A page that was written, and a line about what it lacks."""
 
     out: Path
     bytes: int
+    unmeasured: str
 
     def to_json(self) -> dict[str, object]:
         return {**encode(self)}
@@ -96,15 +102,22 @@ class Written:
 def report(  # noqa: PLR0913  the options of the command line, in one place
     bundle: Bundle | str | Path,
     output: str | Path,
+    files: Sequence[Path] = (),
     *,
+    fps: float | None = None,
+    measure: bool = False,
+    checkpoint: str | None = None,
+    recipe: str | None = None,
     bench: Sequence[str | Path] = (),
     plan: str | Path | None = None,
     sweep: str | Path | None = None,
     overlay: str | Path | None = None,
+    progress: Progress = log_progress,
 ) -> Written:
-    """Write a page about a bundle, one offline HTML file; nothing is measured.
+    """Write a page about a bundle, one offline HTML file.
 
     output   the page, *.html
+    measure  what the results given lack, with `files`, images and videos of your own, against a `checkpoint`
     bench    files of `vlexport bench --json`, one for each size; `plan` and `sweep`: of these commands
     overlay  a picture of `vlexport run --overlay`
 
@@ -112,18 +125,26 @@ def report(  # noqa: PLR0913  the options of the command line, in one place
     """
     from vlexport.runtime.outputs import check_out, writing
 
+    if (files or fps or checkpoint) and not measure:
+        raise RequestError("files, fps or checkpoint given without measure, which uses them. Add it.")
     check_out(Path(output), suffix=".html")
     opened = Bundle.open(bundle)
-    files = {
+    stored = {
         name: None if file is None else Path(file)
         for name, file in {"plan": plan, "sweep": sweep, "overlay": overlay}.items()
     }
-    results = read_results(opened, bench=list(map(Path, bench)), **files)
-    from vlexport.reports.page import page
+    results = read_results(opened, bench=list(map(Path, bench)), **stored)
+    from vlexport.reports.page import page, unmeasured
 
+    if measure:
+        from vlexport.reports.measure import Measurement
+
+        lacking = Measurement(bundle=opened, media=files, fps=fps, checkpoint=checkpoint, recipe=recipe)
+        opened, results = lacking.complete(results, progress)
     with writing(Path(output)) as temporary:
         temporary.write_text(page(opened, results), encoding="utf-8")
-    return Written(out=Path(output), bytes=Path(output).stat().st_size)
+    missing = unmeasured(opened, results)
+    return Written(out=Path(output), bytes=Path(output).stat().st_size, unmeasured=missing)
 
 
 def read_results(
@@ -193,7 +214,7 @@ def _call(content: JsonObject) -> Timed:
 def _only(kind: Any, value: Json) -> Json:
     if not isinstance(value, Mapping):
         return value
-    return {field.name: value[field.name] for field in fields(kind) if field.name in value}
+    return {part.name: value[part.name] for part in fields(kind) if part.name in value}
 
 
 def _timed(content: JsonObject, bundle: Bundle) -> list[Timed]:
@@ -208,8 +229,13 @@ def is_of(contender: Contender, manifest: Manifest) -> bool:
     return contender.identity.get("key") == manifest.key
 
 
+def planned_from(content: JsonObject) -> Planned:
+    """Return what a page shows of a document of `plan`."""
+    return decode(Planned, _only(Planned, content), "plan")
+
+
 def _planned(content: JsonObject, bundle: Bundle) -> Planned:
-    plan = decode(Planned, _only(Planned, content), "plan")
+    plan = planned_from(content)
     # An entry's name ends with a part of its key.
     if Path(plan.path).name.rpartition("-")[2] != bundle.manifest.key[:16]:
         raise InputError(f"the forecast of {Path(plan.path).name} found, of {bundle.path.name} expected.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 from vlexport.bundle import Bundle, Manifest, command
 from vlexport.bundle.trust import Proved
 from vlexport.codec import Json, encode
-from vlexport.parity.report import WHOLE, WORDS, ParityReport, Row, report_in
+from vlexport.parity.report import WORDS, ParityReport, Row, report_in
 from vlexport.reports.chart import Curve, Panel, Point, draw
 from vlexport.reports.facts import Contender, Planned, Results, Timed, is_of
 from vlexport.reports.sweep import Sweep
@@ -54,6 +55,14 @@ small { display: block; color: var(--faint); font-size: 12px; min-width: 14em; m
 .bar i.over { background: var(--bad) }
 .limited { display: grid; grid-template-columns: 9em 11em 90px; column-gap: .6em; white-space: nowrap }
 .lines { background: var(--box); padding: .7em 1em; border-radius: 6px; max-width: 62em }
+nav { display: flex; flex-wrap: wrap; gap: .3em 1.1em; margin: .8em 0 }
+a { color: inherit }
+@media (max-width: 40em) {
+  body { padding: .5em .8em 2em }
+  table.facts, table.facts tbody, table.facts tr, table.facts td { display: block }
+  table.facts tr { border-bottom: 1px solid var(--line); padding: 4px 0 }
+  table.facts td { border: 0; padding: 0; min-width: 0 }
+}
 .passed { color: var(--good) }
 .failed, .blocked { color: var(--bad); font-weight: bold }
 """
@@ -82,35 +91,57 @@ def page(bundle: Bundle, results: Results | None = None) -> str:
         f"The vision tower of {origin.name}{adapter} as an engine of {manifest.target.backend}, in "
         f"{manifest.precision.name}, for calls of profile {manifest.profile.name}."
     )
-    sections = [
-        (
-            "Accuracy",
-            (_accuracy(report) if report else _missing(_about(bundle, "check", "--accuracy")))
-            + _proof(bundle),
-        ),
-        ("Drift by block", _drift(report, bundle)),
-        ("Latency", _latency(results.timings, bundle)),
-        ("Padding and memory", _memory(results.plan)),
-        ("Pruning", _sweep(results.sweep, bundle)),
-        ("Kept tokens", _overlay(results.overlay, bundle)),
-        ("Sizes", _sizes(bundle)),
-        ("Settings", _facts(facts["Settings"])),
-        ("Provenance", f"{_facts(facts['Provenance'])}\n{_files(manifest)}\n"),
-        ("Environment", _environment(facts["Environment"], results.timings)),
-    ]
+    sections = {
+        "Accuracy": (_accuracy(report) if report else "") + _proof(bundle),
+        "Drift by block": _drift(report),
+        "Latency": _latency(results.timings, bundle),
+        "Padding and memory": _memory(results.plan),
+        "Pruning": _sweep(results.sweep, bundle),
+        "Kept tokens": _overlay(results.overlay),
+        "Sizes": _sizes(bundle),
+        "Settings": _facts(facts["Settings"]),
+        "Provenance": f"{_facts(facts['Provenance'])}\n{_files(manifest)}\n",
+        "Environment": _environment(facts["Environment"], results.timings),
+    }
+    places = {title: title.lower().replace(" ", "-") for title, content in sections.items() if content}
+    contents = " ".join(f'<a href="#{place}">{title}</a>' for title, place in places.items())
     body = "\n".join(
-        f'<section id="{title.lower().replace(" ", "-")}"><h2>{title}</h2>\n{content}</section>'
-        for title, content in sections
+        f'<section id="{place}"><h2>{title}</h2>\n{sections[title]}</section>'
+        for title, place in places.items()
     )
+    missing = re.sub("`(.*?)`", r"<code>\1</code>", _text(unmeasured(bundle, results)))
     return f"""<!doctype html><html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="{POLICY}">
 <title>{_text(name)}</title><style>{STYLE}</style></head><body>
 <h1>{_text(name)}</h1>
 <p>{_text(about)} Accuracy check: <b class="{bundle.verdict.status}">{bundle.verdict.status}</b>.</p>
+<nav>{contents}</nav>
+{f"<p>{missing}</p>" if missing else ""}
 {body}
 </body></html>
 """
+
+
+def unmeasured(bundle: Bundle, results: Results) -> str:
+    """Return a line that names what a page lacks with the command that measures it, or why it cannot."""
+    report = report_in(bundle.verdict)
+    lacking: dict[str, object] = {
+        "Accuracy": report,
+        "Drift by block": _drift(report),
+        "Latency": results.timings,
+        "Padding and memory": results.plan,
+    }
+    pruned = {"Pruning": results.sweep, "Kept tokens": results.overlay}
+    if bundle.manifest.graphs.selector is not None:
+        lacking |= pruned
+    media = [] if all(lacking.get(title, True) for title in pruned) else ["VIDEO"]
+    line = _about(bundle, "report", *media, "--measure", "--output", "FILE")
+    reasons: dict[str, list[str]] = {}
+    for title in (title for title, content in lacking.items() if not content):
+        reasons.setdefault(results.unmet.get(title, f"`{line}` does it."), []).append(title.lower())
+    parts = [f"{', '.join(titles)}: {reason}" for reason, titles in reasons.items()]
+    return f"Not measured: {' '.join(parts)}" if parts else ""
 
 
 def _accuracy(report: ParityReport) -> str:
@@ -181,11 +212,11 @@ def _bar(share: float) -> str:
     return '<i class="over" style="width: 100%"></i>'
 
 
-def _drift(report: ParityReport | None, bundle: Bundle) -> str:
-    if report is not None and any(row.note.endswith(WHOLE) for row in report.rows):
+def _drift(report: ParityReport | None) -> str:
+    if report is not None and report.is_whole:
         return Markup("<p>The class is traced whole: it has no stages to compare.</p>")
     if report is None or report.layers is None:
-        return _missing(_about(bundle, "check", "--accuracy", "--layers"))
+        return ""
     curve, rows = report.layers, []
     for point in curve.points:
         # Eight powers of ten: from 1e-8 to an error as large as the output.
@@ -203,9 +234,12 @@ Drift: after everything before it; a bar is logarithmic, from 1e-8 to 1. First b
 
 def _latency(timings: Sequence[Timed], bundle: Bundle) -> str:
     if not timings:
-        return _missing(_about(bundle, "bench", "--size", "HxW", "--json"), "--bench")
+        return ""
+    has_files = any(call.file for call in timings)
+    machines = dict.fromkeys(_machine(call.machine) for call in timings)
     rows = [
         (
+            *([Path(call.file or "").name] if has_files else []),
             _number(call.patches, ","),
             _number(call.tokens, ","),
             _contender(contender, bundle),
@@ -217,12 +251,22 @@ def _latency(timings: Sequence[Timed], bundle: Bundle) -> str:
         for call in timings
         for contender in call.contenders
     ]
-    head = ("patches", "tokens", "contender", "ms p50", "ms p90", "times as fast", "relative L2", "GPU MiB")
-    return f"""<p>Times of a call in milliseconds, in interleaved rounds. A reference is the model's own
+    names = ("patches", "tokens", "contender", "ms p50", "ms p90", "times as fast", "relative L2", "GPU MiB")
+    head = ["file", *names] if has_files else list(names)
+    return f"""<p>On {"; and on ".join(machines)}.</p>
+<p>Times of a call in milliseconds, in interleaved rounds. A reference is the model's own
 class on the same weights. The twin is the same bundle again: where its interval does not contain 1, noise
 is larger than ratios.</p>
 {_time_chart(timings, bundle)}{_table(head, rows, "figures")}
 """
+
+
+def _machine(machine: Mapping[str, Json]) -> str:
+    """Return the processor with its threads, and the GPU where there is one."""
+    names = [str(machine[name]) for name in ("processor", "gpu") if machine.get(name)]
+    threads = machine.get("threads")
+    counted = f", {_number(threads)} threads" if isinstance(threads, int) else ""
+    return _text(" with ".join(names) or "a machine without a name") + counted
 
 
 def _contender(contender: Contender, bundle: Bundle) -> str:
@@ -260,7 +304,7 @@ def _time_chart(timings: Sequence[Timed], bundle: Bundle) -> str:
 
 def _memory(plan: Planned | None) -> str:
     if plan is None:
-        return _missing("vlexport plan SOURCE ... --json", "--plan")
+        return ""
     padding = [(kind, _number(share, ".1f", 0.01)) for kind, share in plan.padding.items()]
     memory: list[tuple[object, ...]] = [
         ("on disk", _number(plan.disk_bytes, ",.1f", MIB)),
@@ -282,8 +326,7 @@ def _sweep(sweep: Sweep | None, bundle: Bundle) -> str:
     if sweep is None and bundle.manifest.graphs.selector is None:
         return UNPRUNED
     if sweep is None:
-        words = ("--video", "VIDEO", "--json")
-        return _missing(_about(bundle, "sweep", *words), "--sweep")
+        return ""
     (head, rows), *others = sweep.tables()
     folded = "\n".join(
         f"<details><summary>{_text(head[0])}</summary>{_table(head, rows, 'figures')}</details>"
@@ -293,12 +336,9 @@ def _sweep(sweep: Sweep | None, bundle: Bundle) -> str:
     return f"<p>{_text(sweep.about())}.</p>\n{picture}\n{_table(head, rows, 'figures')}\n{folded}\n"
 
 
-def _overlay(picture: bytes, bundle: Bundle) -> str:
-    if bundle.manifest.graphs.selector is None and not picture:
-        return UNPRUNED
+def _overlay(picture: bytes) -> str:
     if not picture:
-        words = ("--video", "VIDEO", "--prompt", "TEXT", "--prune", "RATE")
-        return _missing(_about(bundle, "run", *words, "--overlay", "kept.png"), "--overlay")
+        return ""
     source = base64.b64encode(picture).decode("ascii")
     return f"""<p>Bright cells are kept tokens.</p>
 <div class="wide"><img alt="Frames with dropped tokens dimmed" src="data:image/png;base64,{source}"></div>
@@ -307,11 +347,6 @@ def _overlay(picture: bytes, bundle: Bundle) -> str:
 
 def _about(bundle: Bundle, verb: str, *options: str) -> str:
     return command(Path("BUNDLE"), bundle.manifest, verb, *options)
-
-
-def _missing(line: str, option: str = "") -> str:
-    advice = f" Give its file as <code>{option} FILE</code>." if option else ""
-    return f"<p>Not measured. <code>{_text(line)}</code> does it.{advice}</p>\n"
 
 
 def _sizes(bundle: Bundle) -> str:

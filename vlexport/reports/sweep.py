@@ -17,6 +17,8 @@ from vlexport.reports.chart import Curve, Panel, Point, draw
 
 # The selector of the row at rate 0, and the baseline of differences.
 WHOLE, BASELINE = "none", "random"
+# Points of fewer questions are drawn without a curve through them.
+LEAST_JOINED = 10
 # All questions; where some are about images, which no selector prunes, those about videos and images apart.
 ALL, VIDEOS, IMAGES = GROUPS
 
@@ -219,8 +221,13 @@ class Sweep:
 
     def _curves(self, point: Callable[[Row], Point]) -> list[Curve]:
         names = dict.fromkeys(row.selector for row in self.rows if row.selector != WHOLE)
+        joined = self.rows[0].scores.questions >= LEAST_JOINED
         return [
-            Curve(name=name, points=[point(row) for row in self.rows if row.selector in (name, WHOLE)])
+            Curve(
+                name=name,
+                points=[point(row) for row in self.rows if row.selector in (name, WHOLE)],
+                joined=joined,
+            )
             for name in names
         ]
 

@@ -22,6 +22,8 @@ from vlexport.errors import RequestError
 from vlexport.parity.report import summary_of
 from vlexport.recipe import find_recipe, list_recipes
 from vlexport.recipes.demo.writing import write_checkpoint
+from vlexport.reports.facts import Results
+from vlexport.reports.measure import Measurement
 from vlexport.reports.overlay import write_sheet
 from vlexport.reports.page import page
 from vlexport.runtime.outputs import Answer, provenance, save
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 FRAMES_PER_SECOND = 2.0
 SEED = 0
 DROPPED, ANSWER_LENGTH = 0.5, 24
+# Of the report, in seconds.
+ROUNDS, RATES = 3, (0.0, 0.5, 0.9)
 QUESTIONS = {"image": "What is in this image?", "video": "What moves in this video?"}
 
 
@@ -101,8 +105,12 @@ def run_demo(recipe: str, folder: Path, into: Path, backend: str, progress: Prog
     with load(bundle.path, checkpoint=checkpoint) as pipeline:
         items = pipeline.encode(images=[shown.image], videos=shown.videos, fps=FRAMES_PER_SECOND)
         answer = _answer(pipeline, shown, picture)
+    measurement = Measurement(
+        bundle=bundle, media=[shown.image, *shown.videos], fps=FRAMES_PER_SECOND, rounds=ROUNDS, rates=RATES
+    )
+    checked, results = measurement.complete(Results(overlay=picture.read_bytes()), progress)
     with replacing(report) as temporary:
-        temporary.write_text(page(bundle), encoding="utf-8")
+        temporary.write_text(page(checked, results), encoding="utf-8")
     embeddings = folder / "embeddings.safetensors"
     return Demo(
         checkpoint=checkpoint.path,
