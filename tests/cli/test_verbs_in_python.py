@@ -40,15 +40,17 @@ ELSEWHERE = {
     **dict.fromkeys(("demo", "new", "list", "explain", "repro", "bundles", "cache"), "a terminal's own"),
 }
 # Options about one run of a command, and about a chart or a line of a result.
+# Files of `build --check` are for `check` with files in Python, with the bundle at hand.
 OPTIONS_ALONE = {
-    "build": {"config", "write_config"},
+    "build": {"config", "write_config", "check", "files", "fps"},
     "plan": {"config", "write_config"},
     "sweep": {"plot", "most_lost"},
 }
 # A graph is built too; what Python has for authors.
-PYTHON_ALONE = {"build": {"options"}, "plan": {"fp32_layers"}}
-# A checkpoint of `build` may be a graph. What is repeated on a command line is a list.
-OTHER_NAMES = {("build", "checkpoint"): "source", ("bench", "bundle"): "bundles"}
+PYTHON_ALONE = {"build": {"options"}, "plan": {"fp32_layers"}, "bench": {"files"}}
+# A checkpoint of `build` may be a graph; paths of `bench` are bundles and files. What is repeated on a
+# command line is a list.
+OTHER_NAMES = {("build", "checkpoint"): "source", ("bench", "paths"): "bundles"}
 REPEATED = {"image": "images", "video": "videos"}
 
 
