@@ -1,6 +1,7 @@
 """Verified engines from the vision half of vision-language models.
 
     plan(checkpoint, backend=...)                 shapes, disk, memory and time of a build
+    choose(checkpoint)                            the backends and precisions of this machine, measured
     bundle = build(checkpoint, backend, ...)      an engine in a folder, checked
     check(bundle, accuracy=True)                  the accuracy check again
     pipeline = load(bundle, checkpoint=...)       an engine that encodes, and answers
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from vlexport._build.auto import choose
     from vlexport._build.build import build
     from vlexport._build.export import export
     from vlexport._build.graph import Graph
@@ -81,6 +83,7 @@ _HOMES = {
     "bench": "vlexport.evaluate.bench",
     "build": "vlexport._build.build",
     "check": "vlexport.tools.check",
+    "choose": "vlexport._build.auto",
     "compare": "vlexport.reports.compare",
     "doctor": "vlexport.tools.doctor",
     "export": "vlexport._build.export",
@@ -121,6 +124,7 @@ __all__ = [
     "bench",
     "build",
     "check",
+    "choose",
     "compare",
     "doctor",
     "export",

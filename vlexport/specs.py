@@ -108,6 +108,8 @@ SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 SHORT_BACKENDS = {
     "aoti": "inductor", "ort": "onnxruntime", "ov": "openvino", "trt": "tensorrt", "rtx": "tensorrt_rtx",
 }  # fmt: skip
+# In the place of a backend: the one that measurements choose.
+AUTO = "auto"
 # Of an engine and of its input.
 ENGINE_DTYPES, INPUT_DTYPES = ("float32", "bfloat16", "float16"), ("float32", "uint8")
 DEVICES = ("cpu", "cuda")

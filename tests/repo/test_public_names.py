@@ -32,6 +32,7 @@ PUBLIC = {
     "bench": "vlexport.evaluate.bench",
     "build": "vlexport._build.build",
     "check": "vlexport.tools.check",
+    "choose": "vlexport._build.auto",
     "compare": "vlexport.reports.compare",
     "doctor": "vlexport.tools.doctor",
     "export": "vlexport._build.export",

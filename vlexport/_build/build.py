@@ -16,7 +16,7 @@ from vlexport._build.estimate import disk
 from vlexport._build.graph import Graph
 from vlexport._build.key import build_key, enough, stored
 from vlexport._build.limits import needs_process, read_arguments, run_limited
-from vlexport._build.request import chosen_selector, request
+from vlexport._build.request import chosen_selector, measured, request
 from vlexport._build.spec import BuildSpec
 from vlexport._build.token_graphs import compiling, opened_graphs, write_graphs
 from vlexport.backends import (
@@ -164,12 +164,14 @@ def build(  # noqa: PLR0913  what the command line offers, in one place
     output_dir: str | Path = "engines",
     name: str | None = None,
     options: Options | None = None,
+    most_error: float | None = None,
+    media: Sequence[object] = (),
     progress: Progress | None = None,
 ) -> Bundle:
     """Build an engine, check it against the reference and store it; a finished one is reused.
 
     source       a folder, `org/name[@revision]` on the Hub, an open checkpoint, or a graph of `export`
-    backend      where it runs; `vlexport doctor` names those of this machine
+    backend      where it runs; `vlexport doctor` names those of this machine. `auto` is what `choose` finds
     dtype        `float32` (default), `bfloat16` or `float16`; also `fp32`, `bf16`, `fp16`, or torch's own
     profile      sizes that it takes, by names such as "image,video"
     max_pixels   of an image or frame, in place of a profile; `min_pixels`, `max_images` and `max_frames` too
@@ -179,6 +181,7 @@ def build(  # noqa: PLR0913  what the command line offers, in one place
     device       `cpu` (default) or `cuda` for the engine of `onnxruntime`
     build_memory GiB that a build may take, `build_seconds` how long
     output_dir   the folder of bundles; `name`: one beside the bundle's own, a link
+    most_error   the bound for `auto`, 0.01 by default; `media`: images and videos that it measures on
 
         bundle = vlexport.build("Qwen/Qwen2.5-VL-3B-Instruct", "openvino", dtype="bf16", profile="image")
         pipeline = vlexport.load(bundle)
@@ -189,6 +192,7 @@ def build(  # noqa: PLR0913  what the command line offers, in one place
         "max_pixels": max_pixels, "max_images": max_images, "max_frames": max_frames, "quantize": quantize,
         "input_dtype": input_dtype, "lora": lora, "recipe": recipe, "targets": targets or None,
         "device": device, "build_seconds": build_seconds, "build_memory": build_memory,
+        "most_error": most_error, "media": media or None,
     }  # fmt: skip
     arguments = {option: value for option, value in options_given.items() if value is not None}
     place = {"backend": backend, "selector": selector, "output_dir": output_dir}
@@ -211,7 +215,8 @@ def _built(
         if arguments:
             raise InputError(f"a Graph and {', '.join(arguments)} given; a graph has them from its export.")
         return build_checkpoint(_spec_of(source, options=options, **place), progress, source)
-    arguments = {**arguments, **place, "checkpoint": source}
+    arguments, choice = measured({**arguments, **place, "checkpoint": source}, progress)
+    arguments |= choice.best.arguments() if choice else {}
     if needs_process(arguments):
         if options is not None:
             raise InputError("options and a process of its own given; expected one. Leave options out.")

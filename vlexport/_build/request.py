@@ -16,6 +16,7 @@ from vlexport.errors import RequestError, UnsupportedError, nearest
 from vlexport.pruning.cells import RULES
 from vlexport.recipe import Recipe, recipe_for
 from vlexport.specs import (
+    AUTO,
     PIXELS,
     BackendName,
     DeviceName,
@@ -37,6 +38,11 @@ if TYPE_CHECKING:
     from vlexport._build.plan import Forecast
 
 P = ParamSpec("P")
+# What measurements depend on.
+MEASURED = (
+    "dtype", "quantize", "input_dtype", "profile", "min_pixels", "max_pixels", "max_images", "max_frames",
+    "lora", "recipe", "device", "most_error", "media",
+)  # fmt: skip
 
 
 def request(  # noqa: PLR0913  one argument per option of the command line
@@ -122,6 +128,28 @@ def _forecasting(resolve: Callable[P, BuildSpec]) -> Callable[P, Forecast]:
 
 
 plan = _forecasting(request)
+
+
+def measured(arguments: Mapping[str, Any], progress: Progress = log_progress) -> tuple[dict[str, Any], Any]:
+    """Return arguments of `request`, and the `Choice` of what they leave open, or None.
+
+    They may have `most_error` and `media` too, which are for measurements alone.
+    """
+    of_request = {name: value for name, value in arguments.items() if name not in ("most_error", "media")}
+    given = {name: value for name in MEASURED if (value := arguments.get(name)) not in (None, [])}
+    if arguments["backend"] == AUTO:
+        if arguments.get("targets"):
+            raise RequestError(f"targets given with backend {AUTO}, which measures here. Leave them out.")
+        from vlexport import choose
+
+        choice = choose(arguments["checkpoint"], **given, progress=progress)
+        return of_request, choice
+    if only := [name for name in ("most_error", "media") if name in given]:
+        raise RequestError(
+            f"{' and '.join(only)} given with backend {arguments['backend']}: nothing is measured. Leave "
+            f"{'them' if only[1:] else 'it'} out, or give backend {AUTO}."
+        )
+    return of_request, None
 
 
 def chosen_selector(

@@ -13,11 +13,11 @@ from vlexport import specs
 from vlexport._build.timings import Timings, expected_build, keep, recall
 from vlexport.cli.config import read_config, write_options
 from vlexport.cli.options import (
-    BACKEND,
     BUNDLES_DIR,
     FPS,
     JSON,
     argument,
+    backends,
     dtype_name,
     grouped,
     media_files,
@@ -30,6 +30,7 @@ from vlexport.cli.progress import Overall, duration, phases
 from vlexport.errors import ParityError
 
 if TYPE_CHECKING:
+    from vlexport._build.auto import Choice
     from vlexport._build.build import Built
     from vlexport._build.plan import Forecast
     from vlexport._build.spec import BuildSpec
@@ -37,6 +38,10 @@ if TYPE_CHECKING:
     from vlexport.bundle import Verdict
     from vlexport.parity.report import ParityReport
     from vlexport.parity.samples import Sample
+
+CHOICE_COLUMNS = (
+    "backend", "precision", "device", "ms", "relative L2", "tower ms", "tower relative L2", "not measured",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +53,20 @@ class BuildOptions:
     recipe: str | None = option(
         "RECIPE", "Recipe name, or file of a private one (default: by model type).", values=recipes
     )
-    backend: str = BACKEND
+    backend: str = option(
+        "NAME",
+        "Backend, or file of a private one (see `vlexport doctor`); auto: the fastest measured here, in any "
+        "precision within --most-error.",
+        default="onnxruntime",
+        values=lambda: (specs.AUTO, *backends()),
+        callback=specs.backend_name,
+    )
+    most_error: float | None = option(
+        "X", "Relative L2 expected of the tower that auto may choose (default: 0.01).", "--most-error"
+    )
+    media: list[Path] = option(
+        "FILE", "Image or video that auto measures on (repeatable; default: a random image).", default=[]
+    )
     dtype: str = option(
         "DTYPE",
         "float32, bfloat16 or float16 (fp32, bf16, fp16).",
@@ -97,7 +115,13 @@ class BuildOptions:
         if self.write_config is not None:
             write_options(context, self.write_config)
         names = {field.name for field in fields(self)} - {"config", "write_config"}
-        return {name: getattr(self, name) for name in names}
+        source = context.get_parameter_source("dtype")
+        is_open = self.backend == specs.AUTO and source is not None and source.name == "DEFAULT"
+        return {
+            **{name: getattr(self, name) for name in names},
+            **({"dtype": None} if is_open else {}),
+            "media": media_files(self.media),
+        }
 
 
 @grouped
@@ -118,7 +142,8 @@ def build(
     """Export, build, check and store an engine bundle.
 
     The last line of stdout is the path of the bundle. Files of --check are no part of it, and are compared
-    where it is there already too; where one fails, nothing is stored.
+    where it is there already too; where one fails, nothing is stored. With --backend auto, backends and
+    precisions are measured on a few blocks first, for minutes.
     """
     arguments, media = options.arguments(context), media_files([*check, *(files or [])], openable=True)
     from vlexport.bundle import check_tag, tag
@@ -128,7 +153,8 @@ def build(
     from vlexport._build.limits import needs_process
     from vlexport._build.request import request
 
-    kind = ("build", options.backend, options.dtype)
+    arguments, choice = _settled(arguments, as_json=as_json, stderr=True)
+    kind = ("build", arguments["backend"], arguments["dtype"])
     overall, weights, own = Overall(recall(*kind)), None, None
     with phases("build", overall) as progress:
         is_apart = needs_process(arguments)
@@ -144,7 +170,7 @@ def build(
             built = build_limited(arguments, progress)
         else:
             weights = spec.scale.num_weights
-            overall.expected = expected_build(options.backend, options.dtype, weights)[0].phases
+            overall.expected = expected_build(*kind[1:], weights)[0].phases
             # Imports torch; what was given is in order by now.
             from vlexport._build.build import build_checkpoint
 
@@ -154,7 +180,7 @@ def build(
     if weights is not None and not (built.cached or media) and "resume" not in (seconds := overall.finish()):
         for known in (kind, ("build",)):
             keep(Timings(phases=seconds, weights=weights), *known)
-    _show(built, own, as_json=as_json)
+    _show(built, own, choice, as_json=as_json)
     with data_is_out():
         bundle = built.require_passed()
         if name is not None:
@@ -182,13 +208,53 @@ def _compared(built: Built, spec: BuildSpec, samples: Sequence[Sample], progress
     )
 
 
-def _show(built: Built, own: ParityReport | None, *, as_json: bool) -> None:
+def _settled(
+    arguments: dict[str, Any], *, as_json: bool, stderr: bool = False
+) -> tuple[dict[str, Any], Choice | None]:
+    """Return the arguments with the backend and precision that measurements choose, whose table is shown."""
+    from vlexport._build.request import measured
+
+    with phases("measure") as progress:
+        arguments, choice = measured(arguments, progress)
+    if choice is None:
+        return arguments, None
+    if not as_json:
+        show_table(CHOICE_COLUMNS, rows_of(choice), stderr=stderr)
+        print_line(
+            f"{choice.patches} patches, {choice.blocks} of {choice.depth} blocks; the tower's are expected"
+        )
+    return {**arguments, **choice.best.arguments()}, choice
+
+
+def rows_of(choice: Choice) -> list[tuple[str, ...]]:
+    """Return a row for each backend and precision."""
+    return [
+        (
+            candidate.backend,
+            candidate.quantize or candidate.dtype or "",
+            candidate.device or "",
+            *(
+                "" if value is None else f"{scale * value:{form}}"
+                for scale, form, value in (
+                    (1e3, ".1f", candidate.seconds),
+                    (1, ".1e", candidate.error),
+                    (1e3, ".0f", candidate.whole_seconds),
+                    (1, ".1e", candidate.whole_error),
+                )
+            ),
+            candidate.reason,
+        )
+        for candidate in choice.candidates
+    ]
+
+
+def _show(built: Built, own: ParityReport | None, choice: Choice | None, *, as_json: bool) -> None:
     parity, path = built.bundle.verdict, str(built.bundle.path)
     status = "failed" if not built.is_good else "cached" if built.cached else "built"
     if as_json:
         verdict = {"status": parity.status, "table": parity.table}
         files = {} if own is None else {"files": own.to_json()}
-        show_json("build", {"bundle": path, "status": status, "parity": verdict, **files})
+        show_json("build", {"bundle": path, "status": status, "parity": verdict, **files, **_json_of(choice)})
         return
     show_report(report_of(parity), stderr=True)
     if own is not None:
@@ -202,6 +268,10 @@ def _show(built: Built, own: ParityReport | None, *, as_json: bool) -> None:
             "not checked: run `vlexport check --accuracy` on the target device before the bundle is used"
         )
     show(path)
+
+
+def _json_of(choice: Choice | None) -> dict[str, object]:
+    return {"choice": choice.to_json()} if choice else {}
 
 
 def report_of(verdict: Verdict) -> str:
@@ -218,14 +288,15 @@ def report_of(verdict: Verdict) -> str:
 def plan(*, context: typer.Context, options: BuildOptions, as_json: bool = JSON) -> None:
     """Estimate shapes, padding, disk, memory and time of a build.
 
-    Also shows whether the bundle exists already. Nothing is built or written.
+    Also shows whether the bundle exists already. Nothing is built or written. With --backend auto, first the
+    measurements that choose it.
     """
-    arguments = options.arguments(context)
+    arguments, choice = _settled(options.arguments(context), as_json=as_json)
     from vlexport._build.request import plan as planned_by
 
     planned = planned_by(**arguments)
     if as_json:
-        show_json("plan", planned.to_json())
+        show_json("plan", {**planned.to_json(), **_json_of(choice)})
         return
     show_table(("per call", "smallest", "typical", "largest"), calls_of(planned))
     show_table(("build", ""), build_of(planned))

@@ -13,7 +13,7 @@ from vlexport.errors import RequestError, nearest
 from vlexport.system import replacing, shortage
 
 # What is about one run, not about what is built.
-_OF_ONE_RUN = {"config", "write_config", "as_json", "help", "check", "files", "fps"}
+_OF_ONE_RUN = {"config", "write_config", "as_json", "help", "check", "files", "fps", "media"}
 
 
 def read_config(context: typer.Context, path: Path | None) -> Path | None:

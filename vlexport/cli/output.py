@@ -100,18 +100,23 @@ def data_is_out() -> Iterator[None]:
         raise typer.Exit(error.exit_code) from error
 
 
-def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table on stdout; columns separated by tabs if stdout is no terminal."""
+def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, stderr: bool = False) -> None:
+    """Print a table on stdout; columns separated by tabs if stdout is no terminal.
+
+    stderr  print it there, for people: columns separated by two spaces
+    """
+    if stderr and is_quiet():
+        return
     lines = [[_harmless(cell) for cell in row] for row in rows]
-    if not sys.stdout.isatty():
+    if not (sys.stderr if stderr else sys.stdout).isatty():
         for line in (columns, *lines):
-            show("\t".join(line))
+            print_error("  ".join(line)) if stderr else show("\t".join(line))
         return
     # Digests, paths and commands are copied from here: all of them, in several lines where they are long.
     table = Table(*(Column(name, overflow="fold") for name in columns), highlight=False)
     for line in lines:
         table.add_row(*line)
-    console_of(stderr=False).print(table)
+    console_of(stderr=stderr).print(table)
 
 
 _COLORS = {"passed": "green", "observed|not_run": "yellow", "failed|blocked": "bold red"}

@@ -259,7 +259,7 @@ def timed(
             progress(name + phase, share)
 
         _warm_up(taking, advance)
-        _take_rounds([contender for contender in taking if not contender.reason], options, advance)
+        take_rounds([contender for contender in taking if not contender.reason], options, advance)
         items = _items(first, media)
         timings.append(
             Timings(
@@ -366,7 +366,8 @@ def _warm_up(contenders: Sequence[Contender], progress: Progress) -> None:
             contender.relative_l2 = metrics.relative_l2 if isinstance(metrics, Metrics) else None
 
 
-def _take_rounds(contenders: Sequence[Contender], options: BenchOptions, progress: Progress) -> None:
+def take_rounds(contenders: Sequence[Contender], options: BenchOptions, progress: Progress) -> None:
+    """Time every contender once in each round, in an order that goes back every second time."""
     repeats = {
         contender.name: min(MOST_REPEATS, 1 + int(LEAST_SAMPLE_S / contender.seconds()))
         for contender in contenders
