@@ -39,6 +39,7 @@ ALIASES = (
 # What ends with another exit code, by page and command.
 EXIT_CODES = {
     ("docs/results/first_hour.md", "vlexport plan SOURCE --backend onnxruntime --dtype fp16"): 2,
+    ("docs/results/first_hour.md", "vlexport plan SOURCE --backend onnxruntim"): 2,
     # Without --fps.
     (
         "docs/results/first_hour.md",

@@ -39,8 +39,8 @@ ELSEWHERE = {
     "trust": "Bundle.open(trust=...)",
     **dict.fromkeys(("demo", "new", "list", "explain", "repro", "bundles", "cache"), "a terminal's own"),
 }
-# Options about one run of a command, and about a chart or a line of a result. Measurements for `plan` are those
-# of `choose`; files of `build --check` are for `check`, with the bundle at hand.
+# Options about one run of a command, and about a chart or a line of a result. Measurements for `plan` are
+# those of `choose`; files of `build --check` are for `check`, with the bundle at hand.
 OPTIONS_ALONE = {
     "build": {"config", "write_config", "check", "files", "fps"},
     "plan": {"config", "write_config", "most_error", "media"},
