@@ -139,6 +139,10 @@ def test_what_only_measurements_take_is_refused_without_them_and_a_wrong_bound_w
         vlexport.choose(checkpoint, media=[tmp_path / "nothing.png"])
     with pytest.raises(LimitError, match="does not fit profile"):
         vlexport.choose(checkpoint, media=[image] * 10, max_pixels=56 * 56, max_images=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(auto, "reference_of", lambda *_: int("blocks"))
+        with pytest.raises(UnsupportedError, match="does not run with 1 of its 1 blocks"):
+            vlexport.choose(checkpoint)
     with pytest.raises(InputError, match="a Graph and most_error given"):
         vlexport.build(vlexport.export(*_parts(checkpoint)), "eager", most_error=0.1)
 
@@ -169,13 +173,12 @@ def test_a_class_of_transformers_is_measured_with_as_few_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(auto, "backend_names", lambda: ["eager"])
-    monkeypatch.setattr(auto, "LEAST_BLOCKS", 1)
-    choice = vlexport.choose(write_class("gemma3", tmp_path / "gemma3"))
-    assert choice.blocks < choice.depth
-    assert choice.best.name == "eager float32"
-    # The last but one of two layers is no layer where one is left.
-    with pytest.raises(UnsupportedError, match="does not run with 1 of its"):
-        vlexport.choose(write_class("llava", tmp_path / "llava"))
+    monkeypatch.setattr(auto, "LEAST_BLOCKS", 2)
+    # The second takes the rows of its last layer but one.
+    for kind in ("gemma3", "llava"):
+        choice = vlexport.choose(write_class(kind, tmp_path / kind), dtype="float32")
+        assert (choice.blocks, choice.depth) == (2, 3)
+        assert choice.best.name == "eager float32"
 
 
 @pytest.mark.slow

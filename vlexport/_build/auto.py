@@ -340,8 +340,13 @@ def _lists(module: nn.Module) -> list[nn.ModuleList]:
 
 
 def _cut(module: nn.Module, most: int) -> None:
+    """Keep so many blocks of every list; classes of transformers count from the end by this setting."""
     for blocks in _lists(module):
         del blocks[most:]
+    for part in module.modules():
+        settings: Any = getattr(part, "config", None)
+        if isinstance(layers := getattr(settings, "num_hidden_layers", None), int):
+            settings.num_hidden_layers = min(layers, most)
 
 
 def _depth(module: nn.Module) -> int:
