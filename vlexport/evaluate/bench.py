@@ -184,9 +184,7 @@ def bench(  # noqa: PLR0913  the options of the command line, in one place
     images, videos  files that are sent in one call, with `fps` as for `Pipeline.encode`; without any, one
                     random image of `size`, height and width
     rounds          each samples every contender once; 3 at least within `minutes`
-    threads         of engines and reference (0: as torch has them)
-
-    `allow_failed` and `recipe` are those of `load`.
+    threads         of engines and reference (0: as torch has them); `allow_failed`, `recipe`: those of `load`
 
         vlexport.bench(["engines/BUNDLE"], ["photo.jpg"], rounds=5)[0].contenders[1].ratio
     """
