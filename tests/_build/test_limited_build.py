@@ -121,7 +121,7 @@ def compiles(mark: str) -> bool:
         ("openvino", signal.SIGINT, HERE),
         ("openvino", signal.SIGTERM, APART),
         ("inductor", signal.SIGTERM, HERE),
-        ("inductor", signal.SIGINT, APART),
+        pytest.param("inductor", signal.SIGINT, APART, marks=pytest.mark.full),
         ("inductor", signal.SIGKILL, APART),
     ],
 )

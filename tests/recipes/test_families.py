@@ -308,7 +308,7 @@ EVERY_PRECISION = {
     "onnxruntime int8": [],
     "openvino int8": [],
     "openvino bfloat16": [NATIVE],
-    "inductor bfloat16": [],
+    "inductor bfloat16": [FULL],
 }
 RTX = ("tensorrt_rtx float32", "tensorrt_rtx bfloat16", "tensorrt_rtx float16")
 BUILDS = [
@@ -327,11 +327,9 @@ BUILDS = [
     case("qwen3_vl", RTX[0]),
     *[case("qwen3_vl", each, marks=FULL) for each in RTX[1:]],
     *[case("kimi_vl", f"onnxruntime {each}") for each in ("int8", "uint8")],
-    case("kimi_vl", RTX[0], marks=FULL),
-    case("kimi_vl", RTX[1]),
+    *[case("kimi_vl", each, marks=FULL) for each in RTX[:2]],
     case("nemotron_vl", "onnxruntime int8"),
-    case("nemotron_vl", RTX[0], marks=FULL),
-    case("nemotron_vl tiles", RTX[0]),
+    *[case(name, RTX[0], marks=FULL) for name in ("nemotron_vl", "nemotron_vl tiles")],
 ]
 OPTION = {"int8": "--quantize", "uint8": "--input-dtype"}
 
