@@ -105,7 +105,7 @@ def test_phases_come_in_order_nothing_temporary_is_left_and_a_hit_has_only_the_f
     again, few = phases_of(fresh)
     assert not left.exists(), "left by a builder that was killed after it published the entry"
     assert (built.cached, again.cached) == (False, True)
-    assert list(dict.fromkeys(phases)) == ["hash", "export", "build", "check", "store"]
+    assert list(dict.fromkeys(phases)) == ["hash", "export", "build", "graphs", "check", "store"]
     assert few == ["hash"]
     assert again.bundle == built.bundle
     assert list((tmp_path / "tmp").iterdir()) == []
@@ -203,7 +203,7 @@ def test_a_build_interrupted_after_its_export_goes_on_with_the_graph(heavy, stor
     assert set(sizes) == {4}, "weights are read from the checkpoint again"
     assert kept_graph(heavy).read_bytes() == content  # and once more
     built, phases = phases_of(heavy)
-    assert list(dict.fromkeys(phases)) == ["hash", "resume", "build", "check", "store"]
+    assert list(dict.fromkeys(phases)) == ["hash", "resume", "build", "graphs", "check", "store"]
     inputs = example_inputs(heavy.recipe, heavy.config, "float32", heavy.form)
     ours, expected = (open_engine(each.bundle).run(inputs)["embeds"] for each in (built, stored))
     assert torch.equal(ours, expected)

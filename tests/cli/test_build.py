@@ -27,7 +27,7 @@ def test_the_last_line_of_stdout_is_the_bundle_and_nothing_else_is_there(build, 
 def test_phases_times_and_one_line_of_the_accuracy_check_go_to_stderr(build):
     phases = re.findall(r"^ *\d+\.\d s  (\w+)", build.err, re.MULTILINE)
     assert [each for index, each in enumerate(phases) if each not in phases[:index]] == [
-        "hash", "export", "build", "check", "store",
+        "hash", "export", "build", "graphs", "check", "store",
     ]  # fmt: skip
     *_, summary, built = build.err.splitlines()
     assert re.fullmatch(

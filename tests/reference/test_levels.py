@@ -74,6 +74,7 @@ def tower(tmp_path_factory):
         attention_form="grouped",
         outputs=[SimpleNamespace(shape=(rows, WIDTH))],
         profile=SimpleNamespace(range_of=lambda _: Range(1, 1, 65536)),
+        proof=SimpleNamespace(deterministic="call"),
     )
     # A tower without a bundle: what opens one checks more than these tests need.
     made: Any = object.__new__(EngineSession)
