@@ -169,7 +169,8 @@ def _lines(title: str, overall: Overall) -> Iterator[ProgressCall]:
 
     def tick() -> None:
         while not done.wait(every):
-            line()
+            if overall.words:
+                line()
 
     shown = ("", 0.0)
 
