@@ -157,7 +157,8 @@ def test_a_limit_on_file_sizes_is_exit_code_7_and_leaves_nothing(warm, checkpoin
     words = (checkpoint, "--backend", backend, "--output-dir", into)
     fire = warm.build(*words, limit="file", size=size)
     assert fire.wait() == 7, fire.messages
-    assert f"vlexport: {into}: the disk is full, or a quota or size limit is reached" in fire.messages
+    reason = "the disk is full, or a quota or size limit is reached"
+    assert f"vlexport: [resource] {into}: {reason}" in fire.messages
     assert "Free some space or give another folder" in fire.messages
     assert (visible(into), leftovers(into)) == ([], [])
     builds(warm, *words)
