@@ -93,7 +93,7 @@ def test_the_report_is_one_page_with_every_row_that_loads_nothing(bundle, tmp_pa
 def test_the_report_measures_what_it_lacks_and_names_what_that_needs(bundle, checkpoint, image, tmp_path):
     out = tmp_path / "report.html"
     refused = vlexport("report", bundle, image, "-o", out)
-    assert (refused.code, "without --measure" in refused.err) == (2, True)
+    assert (refused.code, "given without measure" in refused.err) == (2, True)
     ran = vlexport("report", bundle, image, "--measure", "-o", out)
     assert ran.code == 0, ran.err
     assert "Not measured: pruning, kept tokens: a video is needed." in ran.err
