@@ -173,7 +173,7 @@ def test_the_backend_on_the_page_is_one_file_that_builds_checks_and_encodes(tmp_
     image = tmp_path / "image.png"
     importlib.import_module("PIL.Image").new("RGB", (112, 84), (200, 30, 90)).save(image)
     try:
-        listed = command("list", "--json").document
+        listed = command("doctor", "--json").document
         assert "plain_torch" in [backend["name"] for backend in listed["backends"]]
         built = command("build", checkpoint, "--backend", "plain_torch", "--output-dir", engines)
         assert built.code == 0, built.err
