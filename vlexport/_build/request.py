@@ -136,15 +136,15 @@ def measured(arguments: Mapping[str, Any], progress: Progress = log_progress) ->
     They may have `most_error` and `media` too, which are for measurements alone.
     """
     of_request = {name: value for name, value in arguments.items() if name not in ("most_error", "media")}
-    given = {name: value for name in MEASURED if (value := arguments.get(name)) not in (None, [])}
+    options = {name: value for name in MEASURED if (value := arguments.get(name)) not in (None, [])}
     if arguments["backend"] == AUTO:
         if arguments.get("targets"):
             raise RequestError(f"targets given with backend {AUTO}, which measures here. Leave them out.")
         from vlexport import choose
 
-        choice = choose(arguments["checkpoint"], **given, progress=progress)
+        choice = choose(arguments["checkpoint"], **options, progress=progress)
         return of_request, choice
-    if only := [name for name in ("most_error", "media") if name in given]:
+    if only := [name for name in ("most_error", "media") if name in options]:
         raise RequestError(
             f"{' and '.join(only)} given with backend {arguments['backend']}: nothing is measured. Leave "
             f"{'them' if only[1:] else 'it'} out, or give backend {AUTO}."
@@ -193,13 +193,13 @@ def _measured(recipe: Recipe[Any], checkpoint: Checkpoint, form: str, input_dtyp
 def _bounds(profile: object, *sizes: int | None) -> MediaBounds | None:
     checked("profile", profile, str | ShapeProfile | None)
     names = zip(MediaBounds.__slots__, sizes, strict=True)
-    given = {name: size for name, size in names if size is not None}
-    if given and profile is not None:
+    bounds = {name: size for name, size in names if size is not None}
+    if bounds and profile is not None:
         raise RequestError(
-            f"profile given together with {', '.join(given)}; expected a profile or bounds. Leave one of "
+            f"profile given together with {', '.join(bounds)}; expected a profile or bounds. Leave one of "
             "them out."
         )
-    return MediaBounds(**given) if given else None
+    return MediaBounds(**bounds) if bounds else None
 
 
 def _profiles(

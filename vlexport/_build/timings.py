@@ -56,18 +56,18 @@ def expected_build(backend: str, dtype: str, weights: int) -> tuple[Timings, str
     Known are the last build by the backend in the dtype, else by another, else the rule of thumb; a phase
     grows with the weights as the rule's does. Graphs are compiled once a machine.
     """
-    last, known = recall("build", backend, dtype), "the last build by this backend here"
+    last, origin = recall("build", backend, dtype), "the last build by this backend here"
     if last is None:
-        last, known = recall("build"), "the last build here, by another backend or in another dtype"
+        last, origin = recall("build"), "the last build here, by another backend or in another dtype"
     rule = _rule(weights)
     if last is None:
-        known = "rule of thumb: two cores, onnxruntime, no build here yet"
-        return Timings(phases=rule, weights=weights), known
+        origin = "rule of thumb: two cores, onnxruntime, no build here yet"
+        return Timings(phases=rule, weights=weights), origin
     before = _rule(last.weights)
     growth = {name: rule[name] / before[name] for name in rule}
     usual = (sum(rule.values()) - rule["graphs"]) / (sum(before.values()) - before["graphs"])
     phases = {name: seconds * growth.get(name, usual) for name, seconds in last.phases.items()}
-    return Timings(phases={**phases, "graphs": 0.0}, weights=weights), known
+    return Timings(phases={**phases, "graphs": 0.0}, weights=weights), origin
 
 
 def _rule(weights: int) -> dict[str, float]:

@@ -113,8 +113,8 @@ class BuildLimits:
             "seconds": checked("build_seconds", build_seconds, float | None),
             "gibibytes": checked("build_memory", build_memory, float | None),
         }
-        given = {name: limit for name, limit in limits.items() if limit is not None}
-        return cls(**given) if given else None
+        chosen = {name: limit for name, limit in limits.items() if limit is not None}
+        return cls(**chosen) if chosen else None
 
     def __post_init__(self) -> None:
         # Thirty years, and more memory than any machine has: timers and limits of the system represent them.

@@ -178,8 +178,8 @@ def build(
         if media and built.is_good:
             own = _compared(built, spec, samples, lambda _, share: progress("check files", share))
     if weights is not None and not (built.cached or media) and "resume" not in (seconds := overall.finish()):
-        for known in (kind, ("build",)):
-            keep(Timings(phases=seconds, weights=weights), *known)
+        for names in (kind, ("build",)):
+            keep(Timings(phases=seconds, weights=weights), *names)
     _show(built, own, choice, as_json=as_json)
     with data_is_out():
         bundle = built.require_passed()
