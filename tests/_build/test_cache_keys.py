@@ -6,6 +6,7 @@ import inspect
 import logging
 import os
 import re
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -152,11 +153,12 @@ def stub_packages(monkeypatch) -> None:
     monkeypatch.setattr(token_graphs, "precision_of", lambda selector: {"of": selector.name})
     monkeypatch.setattr(token_graphs, "_exported", lambda module, device: (type(module).__name__, device))
 
-    def write(program, path, settings):
+    @contextmanager
+    def begin(program, path, settings):
         MADE.append(path.name)
-        path.write_text(repr((program, settings)))
+        yield lambda: path.write_text(repr((program, settings)))
 
-    monkeypatch.setattr(token_graphs, "write_package", write)
+    monkeypatch.setattr(token_graphs, "begun_package", begin)
     monkeypatch.setattr(token_graphs, "_try", lambda *_: None)
 
 

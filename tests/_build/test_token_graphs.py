@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 import zipfile
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -117,23 +118,28 @@ def test_a_command_that_is_stopped_removes_the_programs_that_torch_has_unpacked(
     assert list(tmp_path.iterdir()) == []
 
 
+def script(folder: Path, line: str) -> str:
+    """Write a compiler that is a line of shell."""
+    (path := folder / "g++").write_text(f"#!/bin/sh\n{line}\n")
+    path.chmod(0o700)
+    return str(path)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("compiler", "reason"),
     [
         ("/nowhere/g++", "no C++ compiler where the bundle was built"),
         ("false", "torch could not compile prune.pt2"),
-        # As where g++ finds no shared C++ library: a copy of its own, whose regular expressions fail.
-        ("g++ -static-libstdc++", "prune.pt2 was compiled and does not run here"),
+        ("g++ -x c /dev/null -shared -o", "prune.pt2 was compiled and does not run here"),
     ],
 )
 def test_without_a_compiler_that_works_a_build_has_eager_graphs_and_the_reason(
     tmp_path, monkeypatch, compiler, reason
 ):
-    if "static" in compiler:
-        (script := tmp_path / "g++").write_text(f'#!/bin/sh\nexec {compiler} "$@"\n')
-        script.chmod(0o700)
-        compiler = str(script)
+    if "null" in compiler:
+        empty = f"for last; do :; done; exec {compiler} $last"
+        compiler = script(tmp_path, f'case "$*" in *wrapper.cpp*) {empty};; *) exec g++ "$@";; esac')
         # torch keeps what another compiler made of the same source.
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
         # What this process has loaded may lend its parts of the library.
@@ -260,11 +266,12 @@ def test_a_package_is_compiled_once_and_again_where_its_copy_is_damaged(tmp_path
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     made: list[str] = []
 
-    def write(program, path, settings):
+    @contextmanager
+    def begin(program, path, settings):
         made.append(path.name)
-        path.write_bytes(b"package")
+        yield lambda: path.write_bytes(b"package")
 
-    monkeypatch.setattr(token_graphs, "write_package", write)
+    monkeypatch.setattr(token_graphs, "begun_package", begin)
     monkeypatch.setattr(token_graphs, "load_function", lambda *_: lambda *_: [])
     identity(tmp_path / "one")
     identity(tmp_path / "two")
@@ -284,10 +291,10 @@ def test_graphs_are_compiled_by_another_process_while_a_tower_is_traced(tmp_path
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (scratch := tmp_path / "scratch").mkdir()
 
-    def write(program, path, settings):
+    def begin(program, path, settings):
         raise AssertionError(f"{path.name} was compiled here")
 
-    monkeypatch.setattr(token_graphs, "write_package", write)
+    monkeypatch.setattr(token_graphs, "begun_package", begin)
     with token_graphs.compiling(planned_graphs("evs", "cpu"), scratch, "float32"):
         deadline = time.monotonic() + 240
         while len(list((tmp_path / "cache").rglob("*.cache"))) < 3:
@@ -299,7 +306,10 @@ def test_graphs_are_compiled_by_another_process_while_a_tower_is_traced(tmp_path
 
 @pytest.mark.slow
 def test_packages_of_a_gpu_are_called_in_another_process_before_they_are_kept(tmp_path, monkeypatch):
+    """Also by a g++ that finds no shared C++ library; all of <regex> in a copy of its own fails there."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    monkeypatch.setenv("CXX", script(tmp_path, 'exec g++ -static-libstdc++ "$@"'))
     monkeypatch.setattr(token_graphs, "TRIED_APART", ("cpu",))
     made = identity(tmp_path / "bundle")
     assert open_graphs(made, Folder(tmp_path / "bundle"), "float32").form == "compiled"
@@ -307,14 +317,22 @@ def test_packages_of_a_gpu_are_called_in_another_process_before_they_are_kept(tm
 
 def test_a_compiler_that_crashes_ends_no_build(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (crash := tmp_path / "g++").write_text('#!/bin/sh\nkill -SEGV "$PPID"\nsleep 5\n')
-    crash.chmod(0o700)
-    monkeypatch.setenv("CXX", str(crash))
+    monkeypatch.setenv("CXX", script(tmp_path, 'kill -SEGV "$PPID"; sleep 5'))
     monkeypatch.setattr(token_graphs, "TRIED_APART", ("cpu",))
     made = identity(tmp_path / "bundle")
     assert made.target is None
     assert made.reason.startswith("torch's compiler crashed twice while building: status -11")
     assert list((tmp_path / "bundle").iterdir()) == []
+
+
+@pytest.mark.parametrize(("uses", "has"), [(aoti._REGEX_USES, True), ((), False)])
+def test_compilers_get_a_light_header_where_torch_takes_no_more_of_it(monkeypatch, uses, has):
+    monkeypatch.setenv("CPATH", "/of/the/user")
+    monkeypatch.setattr(aoti, "_REGEX_USES", uses)
+    with aoti._light_header():
+        *places, last = os.environ["CPATH"].split(os.pathsep)
+        assert [Path(place, "regex").is_file() for place in places] == [True] * has
+    assert last == os.environ["CPATH"] == "/of/the/user"
 
 
 def test_without_levels_a_package_is_for_this_processor_alone(monkeypatch):

@@ -11,6 +11,7 @@ import copy
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,8 +60,9 @@ class Packages:
 
     calls: Counter[str] = field(default_factory=Counter)
 
-    def write(self, program: SimpleNamespace, path: Path, settings: object) -> None:
-        path.write_bytes(f"{program.name} {program.device}".encode())
+    @contextmanager
+    def begin(self, program: SimpleNamespace, path: Path, settings: object) -> Iterator[Callable[[], object]]:
+        yield lambda: path.write_bytes(f"{program.name} {program.device}".encode())
 
     def load(self, content: bytes, _: str) -> Run:
         name, device = content.decode().split()
@@ -84,7 +86,7 @@ def packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Packages:
     found = Packages()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(token_graphs, "compiler", lambda: "g++")
-    monkeypatch.setattr(token_graphs, "write_package", found.write)
+    monkeypatch.setattr(token_graphs, "begun_package", found.begin)
     monkeypatch.setattr(token_graphs, "load_function", found.load)
     monkeypatch.setattr(
         token_graphs, "exported_selection", lambda _, __, device: SimpleNamespace(name="prune", device=device)

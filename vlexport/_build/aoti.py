@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import hashlib
 import io
+import json
 import os
 import re
 import shutil
+import subprocess
 import tempfile
 import threading
 import warnings
@@ -44,6 +46,35 @@ LEVELS = {
     "x86-64-v3": ("avx2", "bmi2", "f16c", "fma3"),
 }
 LEVELS_SINCE = Version("2.13")
+
+# Of <regex> torch takes this for `cpu` and `cuda:0`; the whole is a third of its compilation.
+_REGEX = """
+#pragma once
+#include <array>
+#include <functional>
+#include <sstream>
+#include <string>
+namespace std {
+struct regex { explicit regex(const char*) {} };
+struct ssub_match { string text; bool matched{false}; string str() const { return text; } };
+using smatch = array<ssub_match, 4>;
+inline bool regex_match(const string& device, smatch& parts, const regex&) {
+  const auto colon = device.find(':');
+  parts[1] = {device.substr(0, colon), true};
+  if (colon != string::npos) parts[3] = {device.substr(colon + 1), true};
+  return true;
+}
+}
+"""
+_REGEX_USES = (
+    "<regex>",
+    'regex re("(cpu|cuda|xpu|mps)(:([0-9]+))?");',
+    "regex_match(device_str, sm, re);",
+)
+# Kernels name their vectors, so other passes find little in them (docs/graphs.md).
+_OPTIMISED = ("-O1", "-finline-small-functions", "-finline-functions")
+# What a package has besides its program and the words about it.
+_SOURCES = (".cpp", ".o", ".ld", ".txt", "_flags.json")
 
 
 def compiler() -> str | None:
@@ -106,12 +137,17 @@ def write_package(program: ExportedProgram, path: Path, settings: Settings) -> N
     chosen: Settings = {"aot_inductor.precompile_headers": False, "cpp.dynamic_threads": True, **settings}
     named = _named_level()
     if named is not None:
-        chosen |= {"cpp.march": named, "cpp.simdlen": 512 if named == "x86-64-v4" else 256}
+        # torch tries its widest instructions on a program of its own, five seconds; the level says the same.
+        chosen |= {
+            "cpp.march": named,
+            "cpp.simdlen": 512 if named == "x86-64-v4" else 256,
+            "cpp.vec_isa_ok": True,
+        }
     try:
         # The compiler writes there too, and the package is loaded from there.
         with temporary_room(COMPILING_BYTES):
             pass
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _light_header():
             # torch's own use of its tree library.
             warnings.simplefilter("ignore", FutureWarning)
             aoti_compile_and_package(program, package_path=str(path), inductor_configs=chosen)
@@ -120,14 +156,106 @@ def write_package(program: ExportedProgram, path: Path, settings: Settings) -> N
         if not isinstance(cause, Exception):
             # A signal that arrived while torch traced.
             raise cause from error
-        words = " ".join(str(cause).split())[:300]
-        if "No space left on device" in str(cause):
-            raise ResourceError(
-                f"{path}: the disk is full there or in TMPDIR, where the compiler writes. Free some space."
-            ) from error
-        raise UnsupportedError(
-            f"torch could not compile {path.name}: {words}. CXX names the C++ compiler, g++ without."
-        ) from error
+        raise _uncompiled(path, str(cause)) from error
+
+
+def _uncompiled(path: Path, output: str) -> ResourceError | UnsupportedError:
+    """Return the error of a compiler that left no package."""
+    if "No space left on device" in output:
+        return ResourceError(
+            f"{path}: the disk is full there or in TMPDIR, where the compiler writes. Free some space."
+        )
+    words = " ".join(output.split())[:300]
+    return UnsupportedError(
+        f"torch could not compile {path.name}: {words}. CXX names the C++ compiler, g++ without."
+    )
+
+
+@contextmanager
+def begun_package(program: ExportedProgram, path: Path, settings: Settings) -> Iterator[Callable[[], None]]:
+    """Begin to compile a small program, and give what waits for its file.
+
+    Of a program for the host torch writes one source, which the compiler takes beside the next trace. Of one
+    for a GPU torch writes the package.
+    """
+    assert program.example_inputs is not None
+    devices = {tensor.device.type for tensor in program.example_inputs[0]}
+    if devices != {"cpu"} or _named_level() is None:
+        write_package(program, path, settings)
+        yield lambda: None
+        return
+    write_package(program, path, {**settings, "aot_inductor.package_cpp_only": True})
+    place = path.with_suffix(".sources")
+    with zipfile.ZipFile(path) as archive:
+        archive.extractall(place)
+    (source,) = place.rglob("*.wrapper.cpp")
+    with (
+        _light_header(),
+        (place / "output").open("w") as output,
+        subprocess.Popen(_command(source), stdin=subprocess.DEVNULL, stdout=output, stderr=output) as process,
+    ):
+
+        def finish() -> None:
+            if process.wait():
+                raise _uncompiled(path, (place / "output").read_text(errors="replace"))
+            with zipfile.ZipFile(path) as sources, zipfile.ZipFile(place / path.name, "w") as package:
+                for entry in sources.infolist():
+                    if not entry.filename.endswith(_SOURCES):
+                        package.writestr(entry, sources.read(entry))
+                compiled = source.with_suffix(".so")
+                package.write(compiled, compiled.relative_to(place))
+            (place / path.name).replace(path)
+
+        try:
+            yield finish
+        finally:
+            process.kill()
+
+
+@contextmanager
+def _light_header() -> Iterator[None]:
+    """Give compilers that this process starts the few lines that torch's header takes of <regex>.
+
+    Where g++ links its C++ library statically, programs that hold the whole of it crash (docs/gpu.md).
+    """
+    import torch
+
+    header = Path(torch.__file__).parent / "include/torch/csrc/inductor/aoti_runtime/model_base.h"
+    text = header.read_text(encoding="utf-8")
+    if text.count("regex") != len(_REGEX_USES) or not all(use in text for use in _REGEX_USES):
+        yield
+        return
+    before = os.environ.get("CPATH")
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "regex").write_text(_REGEX, encoding="utf-8")
+        os.environ["CPATH"] = os.pathsep.join(filter(None, (folder, before)))
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ["CPATH"]
+            else:
+                os.environ["CPATH"] = before
+
+
+def _command(source: Path) -> list[str]:
+    """Return the call of the compiler that torch wrote beside a source, less what helps a debugger alone."""
+    flags = json.loads(next(source.parent.glob("*_linker_flags.json")).read_text(encoding="utf-8"))
+    return [
+        flags["compiler"],
+        str(source),
+        *map(str, source.parent.glob("*.o")),
+        *(f"-D{name.strip()}" for name in flags["definitions"]),
+        *(f"-I{folder}" for folder in flags["include_dirs"]),
+        *(f"-{flag}" for flag in flags["cflags"] if flag not in ("O3", "g1", "Wall", "pedantic")),
+        *_OPTIMISED,
+        *(f"-{flag}" for flag in flags["ldflags"]),
+        *(f"-L{folder}" for folder in flags["libraries_dirs"]),
+        *(f"-l{library}" for library in flags["libraries"]),
+        *(flag for words in flags["passthrough_args"] for flag in words.split()),
+        "-o",
+        str(source.with_suffix(".so")),
+    ]
 
 
 def load_package(content: bytes, name: str) -> Any:

@@ -6,7 +6,6 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -317,16 +316,14 @@ def _engine(
 ) -> tuple[Manifest, ExportedProgram | None]:
     assert spec.backend is not None
     backend, precision = spec.backend, spec.precision
-    # One core is idle while a heavy tower is traced.
-    ahead = compiling(key.graphs, staging.scratch, precision.dtype)
-    with ahead if spec.heavy else nullcontext():
+    with compiling(key.graphs, staging.scratch, precision.dtype):
         graph = graph or _exported(spec, _kept_graph(key_of(key)), progress)
         progress("build", 0.0)
         backend.build(graph, spec.options, staging.folder, progress)
         progress("graphs", 0.0)
+        if isinstance(backend, RunsPortable):
+            backend.write_portable(graph, spec.selector, staging.folder, spec.cells)
         graphs = write_graphs(key.graphs, staging.folder, graph.outputs[0].dtype)
-    if isinstance(backend, RunsPortable):
-        backend.write_portable(graph, spec.selector, staging.folder, spec.cells)
     manifest = Manifest(
         key=key_of(key),
         recipe=RecipeIdentity(name=spec.recipe.name, digest=spec.recipe.digest),

@@ -9,20 +9,20 @@ from dataclasses import dataclass
 from vlexport.bundle.user_folders import CacheFile
 
 # Seconds of a first build's phases with onnxruntime in float32 on two cores, of towers of so many weights:
-# `python -m benchmarks.patience`, docs/results/opening.md. Large ones compile graphs beside the export.
+# `python -m benchmarks.patience`, docs/results/opening.md. Graphs are compiled beside the export.
 WEIGHTS = (200_000, 196_000_000, 668_000_000)
 SECONDS = {
-    "hash weights": (0.9, 1.8, 3.5),
-    "export": (6.1, 12.1, 23.5),
-    "build": (8.9, 18.6, 48.7),
-    "graphs": (98.9, 84.8, 32.0),
-    "check": (0.7, 1.4, 3.0),
-    "check integers": (3.1, 5.1, 7.6),
-    "check reference": (0.7, 17.5, 62.7),
-    "check reference in float64": (0.4, 6.1, 19.3),
-    "check engine": (0.8, 14.8, 57.2),
-    "check reference, blocks": (0.3, 6.8, 0.1),
-    "check blocks": (0.2, 3.2, 14.4),
+    "hash weights": (1.0, 1.8, 3.5),
+    "export": (5.1, 8.0, 23.5),
+    "build": (8.2, 29.7, 48.7),
+    "graphs": (31.8, 21.6, 32.0),
+    "check": (0.6, 1.4, 3.0),
+    "check integers": (3.4, 4.5, 7.6),
+    "check reference": (0.6, 17.1, 62.7),
+    "check reference in float64": (0.5, 6.1, 19.3),
+    "check engine": (0.7, 13.8, 57.2),
+    "check reference, blocks": (0.3, 6.7, 0.1),
+    "check blocks": (0.2, 3.3, 14.4),
     "check engine blocks": (0.6, 7.3, 21.4),
 }
 

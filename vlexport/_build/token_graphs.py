@@ -25,7 +25,7 @@ from filelock import FileLock, Timeout
 from torch import Tensor, nn
 
 from vlexport import system
-from vlexport._build.aoti import Settings, compiler, load_function, target_here, write_package
+from vlexport._build.aoti import Settings, begun_package, compiler, load_function, target_here
 from vlexport._build.sources import digest_with_imports
 from vlexport.backends import BuildLimits, _child
 from vlexport.bundle import GraphsIdentity
@@ -193,8 +193,11 @@ def planned_graphs(selector: str | None, device: str, cells: tuple[str, ...] = (
 
 @contextmanager
 def compiling(identity: GraphsIdentity, scratch: Path, dtype: str) -> Iterator[None]:
-    """Compile planned graphs in a process that ends with the block; `write_graphs` retries what failed."""
-    if identity.target is None or identity.selector is None:
+    """Compile planned graphs in a process that ends with the block; `write_graphs` retries what failed.
+
+    One core is idle while a tower is traced. Where all were compiled before there is no process.
+    """
+    if identity.target is None or all(kept.path.exists() for kept in _kept(identity, dtype).values()):
         yield
         return
     folder = Path(tempfile.mkdtemp(dir=scratch), "graphs")
@@ -257,6 +260,29 @@ def _job(identity: GraphsIdentity, folder: Path, dtype: str) -> str:
     return json.dumps([identity.selector, identity.cells, identity.target.device, str(folder), dtype])
 
 
+def _kept(identity: GraphsIdentity, dtype: str) -> dict[str, CacheFile]:
+    """Return where the user's cache keeps each package.
+
+    A dtype or a selector changes nothing about positions, nor a device about those of whole prompts.
+    """
+    target = identity.target
+    assert target is not None
+    assert identity.selector is not None
+    host = replace(target, device="cpu")
+    own = {
+        PRUNE: (identity.selector, dtype, target.tag),
+        POSITIONS: (host.tag,),
+        KEPT_POSITIONS: (target.tag,),
+        **{CELLS.format(name): (host.tag,) for name in identity.cells},
+    }
+    source = digest_with_imports(f"import {__name__}".encode(), MAKERS)
+    parts = {name: "\n".join((name, *words, source)) for name, words in own.items()}
+    return {
+        name: CacheFile.of("graphs", hashlib.sha256(text.encode()).hexdigest())
+        for name, text in parts.items()
+    }
+
+
 def _write_packages(identity: GraphsIdentity, folder: Path, dtype: str) -> None:
     target = identity.target
     assert target is not None
@@ -268,28 +294,25 @@ def _write_packages(identity: GraphsIdentity, folder: Path, dtype: str) -> None:
         KEPT_POSITIONS: (lambda: _exported(_Kept(), device), {}),
     }
     programs |= {CELLS.format(name): (partial(exported_chooser, name), {}) for name in identity.cells}
-    # A dtype or a selector changes nothing about positions, nor a device about those of whole prompts.
-    own = {
-        PRUNE: (selector.name, dtype, target.tag),
-        POSITIONS: (replace(target, device="cpu").tag,),
-        KEPT_POSITIONS: (target.tag,),
-        **{CELLS.format(name): (replace(target, device="cpu").tag,) for name in identity.cells},
-    }
-    source = digest_with_imports(f"import {__name__}".encode(), MAKERS)
-    for name, (trace, settings) in programs.items():
-        parts = (name, *own[name], source)
-        digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
-        kept = CacheFile.of("graphs", digest)
-        with _alone(kept):
+    with ExitStack() as stack:
+        unfinished = []
+        for name, kept in _kept(identity, dtype).items():
+            stack.enter_context(_alone(kept))
             content = recall_program(kept)
-            if content is None:
-                with tempfile.TemporaryDirectory(dir=folder.parent) as place:
-                    path, program = Path(place) / name, trace()
-                    write_package(program, path, settings)
-                    content = path.read_bytes()
-                _try(content, name, program)
-                kept.keep(content)
-        (folder / name).write_bytes(content)
+            if content is not None:
+                (folder / name).write_bytes(content)
+                continue
+            path = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder.parent)), name)
+            trace, settings = programs[name]
+            program = trace()
+            finish = stack.enter_context(begun_package(program, path, settings))
+            unfinished.append((kept, path, program, finish))
+        for kept, path, program, finish in unfinished:
+            finish()
+            content = path.read_bytes()
+            _try(content, path.name, program)
+            kept.keep(content)
+            (folder / path.name).write_bytes(content)
 
 
 def _try(content: bytes, name: str, program: torch.export.ExportedProgram) -> None:

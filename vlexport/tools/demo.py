@@ -106,7 +106,12 @@ def run_demo(recipe: str, folder: Path, into: Path, backend: str, progress: Prog
         items = pipeline.encode(images=[shown.image], videos=shown.videos, fps=FRAMES_PER_SECOND)
         answer = _answer(pipeline, shown, picture)
     measurement = Measurement(
-        bundle=bundle, media=[shown.image, *shown.videos], fps=FRAMES_PER_SECOND, rounds=ROUNDS, rates=RATES
+        bundle=bundle,
+        media=[shown.image, *shown.videos],
+        fps=FRAMES_PER_SECOND,
+        rounds=ROUNDS,
+        rates=RATES,
+        by_block=False,
     )
     checked, results = measurement.complete(Results(overlay=picture.read_bytes()), progress)
     with replacing(report) as temporary:
