@@ -31,7 +31,7 @@ from typing import (
     get_type_hints,
 )
 
-from vlexport.errors import InputError, VlexportError
+from vlexport.errors import InputError, VlexportError, error_record
 
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
 JsonObject: TypeAlias = Mapping[str, Json]
@@ -61,7 +61,7 @@ def encode(value: object) -> Any:
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, VlexportError):
-        return {"type": type(value).__name__, "message": str(value), "exit_code": value.exit_code}
+        return error_record(value)
     if is_dataclass(value):
         return {field.name: encode(getattr(value, field.name)) for field in fields(value) if field.init}
     if isinstance(value, Mapping):

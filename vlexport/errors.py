@@ -21,6 +21,7 @@ Messages contain what was given, what was expected and what to do next.
 """
 
 import difflib
+import re
 from collections.abc import Iterable
 
 # Errors of Python and torch about unexpected values. MemoryError is not among them: it concerns the machine.
@@ -34,6 +35,22 @@ class VlexportError(Exception):
 
     exit_code = 1
     temporary = True
+
+
+def code_of(error: type[VlexportError] | VlexportError) -> str:
+    """Return the code of an error, which `vlexport explain` takes: words of its class, none of the root."""
+    name = (error if isinstance(error, type) else type(error)).__name__
+    return re.sub(r"(?<!^)(?=[A-Z])", "-", name.removesuffix("Error")).lower().replace("vlexport", "")
+
+
+def error_record(error: VlexportError) -> dict[str, object]:
+    """Return an error as JSON has it."""
+    return {
+        "type": type(error).__name__,
+        "code": code_of(error) or None,
+        "message": str(error),
+        "exit_code": error.exit_code,
+    }
 
 
 class InternalError(VlexportError):

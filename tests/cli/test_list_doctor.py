@@ -17,7 +17,6 @@ from vlexport.backends import backend_names, eager, find_backend
 from vlexport.positions import mrope
 from vlexport.recipe import list_recipes, recipe_folder
 from vlexport.tools import doctor
-from vlexport.tools.explain import code_of
 
 
 def test_list_names_every_recipe_with_its_model_types_in_plain_columns():
@@ -43,11 +42,11 @@ def test_doctor_names_every_backend_with_its_precisions_and_what_it_lacks(monkey
 def test_every_error_prints_a_code_that_explain_knows_offline():
     listed = [line.split("\t") for line in vlexport("explain").lines[1:]]
     codes = {
-        code_of(kind): kind
+        errors.code_of(kind): kind
         for kind in vars(errors).values()
         if isinstance(kind, type) and issubclass(kind, errors.VlexportError)
     }
-    del codes["vlexport"]  # the root
+    del codes[""]  # the root
     assert codes.keys() < {code for code, _ in listed}
     for code, summary in listed:
         ran = vlexport("explain", code)

@@ -394,7 +394,8 @@ def test_with_json_an_error_is_the_only_document():
     ran = vlexport("build", "nowhere", "--json")
     found = ran.document
     assert (found["schema"], found["verb"]) == (1, "error")
-    assert (found["error"]["type"], found["error"]["exit_code"]) == ("CheckpointError", 2)
+    named = [found["error"][name] for name in ("type", "code", "exit_code")]
+    assert named == ["CheckpointError", "checkpoint", 2]
     assert found["error"]["message"] in ran.err
 
 

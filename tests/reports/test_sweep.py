@@ -149,7 +149,12 @@ def test_videos_stand_alone_where_a_task_has_images_too(found):
 def test_json_holds_rows_and_failures(found):
     document = found.to_json()
     assert document["failed"] == {
-        "line 7": {"type": "MediaError", "message": "gone. Pass another.", "exit_code": 2}
+        "line 7": {
+            "type": "MediaError",
+            "code": "media",
+            "message": "gone. Pass another.",
+            "exit_code": 2,
+        }
     }
     row = document["rows"][1]
     assert (row["selector"], row["kept"], row["scores"]["accuracy"]["value"]) == ("evs", 18, 2 / 3)

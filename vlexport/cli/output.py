@@ -18,7 +18,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from vlexport.codec import encode
-from vlexport.errors import VlexportError
+from vlexport.errors import VlexportError, code_of, error_record
 from vlexport.system import shortage
 
 SCHEMA = 1
@@ -51,11 +51,13 @@ def print_error(text: str) -> None:
 
 def print_failure(error: Exception, message: str) -> None:
     """Print what ended a command, after the code that `vlexport explain` takes."""
-    from vlexport.tools.explain import code_of
+    code = _code(error)
+    print_error(f"vlexport: {code and f'[{code}] '}{message}")
 
+
+def _code(error: Exception) -> str:
     typed = error if isinstance(error, VlexportError) else shortage(error)
-    code = "" if typed is None or type(typed) is VlexportError else f"[{code_of(typed)}] "
-    print_error(f"vlexport: {code}{message}")
+    return code_of(typed) if typed else ""
 
 
 def show(text: str, end: str = "\n") -> None:
@@ -82,12 +84,17 @@ def show_json(verb: str, content: object) -> None:
 
 
 def failure(error: Exception, exit_code: int, message: str) -> dict[str, object]:
-    return {"type": type(error).__name__, "message": message, "exit_code": exit_code}
+    return {
+        "type": type(error).__name__,
+        "code": _code(error) or None,
+        "message": message,
+        "exit_code": exit_code,
+    }
 
 
 def failures(errors: Mapping[str, VlexportError]) -> dict[str, object]:
     """Return errors by the name of what they cost, for `--json`."""
-    return {name: failure(error, error.exit_code, str(error)) for name, error in errors.items()}
+    return {name: error_record(error) for name, error in errors.items()}
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from typing import IO, TYPE_CHECKING, Any
 from filelock import FileLock, Timeout
 
 from vlexport.codec import check_fields
-from vlexport.errors import InputError, LockedError, VlexportError
+from vlexport.errors import InputError, LockedError, VlexportError, error_record
 from vlexport.media.limits import DEFAULT_LIMITS
 from vlexport.media.sources import open_source
 from vlexport.positions.rules import check_rate
@@ -443,8 +443,7 @@ def _outcome(outcome: Encoded | VlexportError, facts: Record | VlexportError) ->
         {} if isinstance(facts, VlexportError) else {name: facts[name] for name in ("bytes", "sha256")}
     )
     if isinstance(outcome, VlexportError):
-        message = str(outcome)[:MESSAGE_LETTERS]
-        failed = {"type": type(outcome).__name__, "message": message, "exit_code": outcome.exit_code}
+        failed = {**error_record(outcome), "message": str(outcome)[:MESSAGE_LETTERS]}
         # The next run tries it again.
         later = {"temporary": True} if outcome.temporary else {}
         return {**file_facts, "status": "error", "error": failed | later}

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from vlexport import errors
-from vlexport.errors import RequestError, VlexportError
+from vlexport.errors import RequestError, VlexportError, code_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,12 +18,6 @@ class Page:
     summary: str
     causes: str
     remedy: str
-
-
-def code_of(error: type[VlexportError] | VlexportError) -> str:
-    """Return the code of an error: the words of its class."""
-    name = (error if isinstance(error, type) else type(error)).__name__.removesuffix("Error")
-    return re.sub(r"(?<!^)(?=[A-Z])", "-", name).lower()
 
 
 def pages() -> dict[str, Page]:
