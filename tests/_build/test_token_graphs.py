@@ -326,10 +326,10 @@ def test_a_compiler_that_crashes_ends_no_build(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("uses", "has"), [(aoti._REGEX_USES, True), ((), False)])
-def test_compilers_get_a_light_header_where_torch_takes_no_more_of_it(monkeypatch, uses, has):
+def test_compilers_get_a_light_header_where_torch_takes_no_more_of_it(monkeypatch, tmp_path, uses, has):
     monkeypatch.setenv("CPATH", "/of/the/user")
     monkeypatch.setattr(aoti, "_REGEX_USES", uses)
-    with aoti._light_header():
+    with aoti._light_header(tmp_path):
         *places, last = os.environ["CPATH"].split(os.pathsep)
         assert [Path(place, "regex").is_file() for place in places] == [True] * has
     assert last == os.environ["CPATH"] == "/of/the/user"

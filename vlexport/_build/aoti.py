@@ -147,7 +147,7 @@ def write_package(program: ExportedProgram, path: Path, settings: Settings) -> N
         # The compiler writes there too, and the package is loaded from there.
         with temporary_room(COMPILING_BYTES):
             pass
-        with warnings.catch_warnings(), _light_header():
+        with warnings.catch_warnings(), _light_header(path.parent):
             # torch's own use of its tree library.
             warnings.simplefilter("ignore", FutureWarning)
             aoti_compile_and_package(program, package_path=str(path), inductor_configs=chosen)
@@ -190,7 +190,7 @@ def begun_package(program: ExportedProgram, path: Path, settings: Settings) -> I
         archive.extractall(place)
     (source,) = place.rglob("*.wrapper.cpp")
     with (
-        _light_header(),
+        _light_header(place),
         (place / "output").open("w") as output,
         subprocess.Popen(_command(source), stdin=subprocess.DEVNULL, stdout=output, stderr=output) as process,
     ):
@@ -213,7 +213,7 @@ def begun_package(program: ExportedProgram, path: Path, settings: Settings) -> I
 
 
 @contextmanager
-def _light_header() -> Iterator[None]:
+def _light_header(place: Path) -> Iterator[None]:
     """Give compilers that this process starts the few lines that torch's header takes of <regex>.
 
     Where g++ links its C++ library statically, programs that hold the whole of it crash (docs/gpu.md).
@@ -226,7 +226,7 @@ def _light_header() -> Iterator[None]:
         yield
         return
     before = os.environ.get("CPATH")
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=place) as folder:
         Path(folder, "regex").write_text(_REGEX, encoding="utf-8")
         os.environ["CPATH"] = os.pathsep.join(filter(None, (folder, before)))
         try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -204,11 +205,13 @@ def compiling(identity: GraphsIdentity, scratch: Path, dtype: str) -> Iterator[N
     folder.mkdir()
     with Popen(
         system.command(_child.START, f"{__name__}:write_packages", "0"),
-        env=system.environment(),
+        # What compilers leave there goes with the folder.
+        env={**system.environment(), "TMPDIR": str(folder.parent)},
         stdin=PIPE,
         stdout=DEVNULL,
         stderr=DEVNULL,
         text=True,
+        process_group=None if sys.platform == "win32" else 0,
     ) as process:
         try:
             assert process.stdin is not None
@@ -218,7 +221,7 @@ def compiling(identity: GraphsIdentity, scratch: Path, dtype: str) -> Iterator[N
                 process.stdin.flush()
             yield
         finally:
-            process.kill()
+            _child.end(process)
 
 
 def write_packages(job: str, progress: object) -> str:  # noqa: ARG001  jobs are called with both

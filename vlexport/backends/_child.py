@@ -89,7 +89,7 @@ def _attempt(work: Work, progress: Progress) -> str:
 
         def expire() -> None:
             expired.set()
-            _end(process)
+            end(process)
 
         timer = threading.Timer(work.limits.seconds, expire)
         try:
@@ -99,7 +99,7 @@ def _attempt(work: Work, progress: Progress) -> str:
             process.wait()
         finally:
             timer.cancel()
-            _end(process)
+            end(process)
             for pipe in (process.stdin, process.stdout):
                 assert pipe is not None
                 with suppress(BrokenPipeError):
@@ -111,7 +111,8 @@ def _attempt(work: Work, progress: Progress) -> str:
         raise _reason(process.returncode, log.read()[-2000:], work.limits, timed_out=expired.is_set())
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def end(process: subprocess.Popen[str]) -> None:
+    """End a process that leads a group, and what it has started."""
     until = time.monotonic() + SECONDS_TO_END
     if sys.platform == "win32":
         process.kill()
