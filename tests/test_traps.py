@@ -77,10 +77,8 @@ def test_no_process_that_the_library_starts_imports_from_the_current_folder(
 def test_the_process_that_compiles_graphs_beside_a_build_imports_nothing_from_the_current_folder(
     traps: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Awaited(subprocess.Popen[str]):
-        kill = subprocess.Popen.wait  # type: ignore[assignment]
-
-    monkeypatch.setattr(token_graphs, "Popen", Awaited)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(_child, "end", subprocess.Popen.wait)
     planned = token_graphs.planned_graphs("evs", "cpu")
     with token_graphs.compiling(planned, tmp_path, "float32"):
         pass
