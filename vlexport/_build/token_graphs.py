@@ -198,7 +198,7 @@ def compiling(identity: GraphsIdentity, scratch: Path, dtype: str) -> Iterator[N
 
     One core is idle while a tower is traced. Where all were compiled before there is no process.
     """
-    if identity.target is None or all(kept.path.exists() for kept in _kept(identity, dtype).values()):
+    if identity.target is None or all(kept.recall() for kept in _kept(identity, dtype).values()):
         yield
         return
     folder = Path(tempfile.mkdtemp(dir=scratch), "graphs")
