@@ -14,7 +14,7 @@ import typer
 from vlexport.cli import options
 from vlexport.cli.interrupts import kept_if_stopped
 from vlexport.cli.options import grouped, new_file, option
-from vlexport.cli.output import failures, print_error, print_line, show, show_json
+from vlexport.cli.output import print_error, print_line, show, show_json
 from vlexport.cli.progress import phases
 from vlexport.errors import InputError, RequestError, VlexportError
 
@@ -123,8 +123,7 @@ def _encode_files(
     shapes = _write(items, output, provenance(pipeline.bundle) | metadata)
     forms = {name: {"prune": item.form} for name, item in items.items() if item.form}
     if as_json:
-        failed = failures(errors)
-        show_json("encode", {"out": str(output), "tensors": shapes, "forms": forms, "failed": failed})
+        show_json("encode", {"out": str(output), "tensors": shapes, "forms": forms, "failed": errors})
     else:
         lines = [f"{name} {shape}" for name, shape in shapes.items()]
         lines += [f"{name} prune {form['prune']}" for name, form in forms.items()]

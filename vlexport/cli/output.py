@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -18,7 +18,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from vlexport.codec import encode
-from vlexport.errors import VlexportError, code_of, error_record
+from vlexport.errors import VlexportError, code_of
 from vlexport.system import shortage
 
 SCHEMA = 1
@@ -90,11 +90,6 @@ def failure(error: Exception, exit_code: int, message: str) -> dict[str, object]
         "message": message,
         "exit_code": exit_code,
     }
-
-
-def failures(errors: Mapping[str, VlexportError]) -> dict[str, object]:
-    """Return errors by the name of what they cost, for `--json`."""
-    return {name: error_record(error) for name, error in errors.items()}
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import typer
 
 from vlexport.cli import options
 from vlexport.cli.options import grouped, new_file, option
-from vlexport.cli.output import data_is_out, failures, print_error, print_line, show_json, show_table
+from vlexport.cli.output import data_is_out, print_error, print_line, show_json, show_table
 from vlexport.cli.progress import phases
 from vlexport.errors import RequestError
 
@@ -80,7 +80,7 @@ def _show(result: Sweep, plot: Path | None, most_lost: float | None, *, as_json:
     for name, error in result.failed.items():
         print_error(f"vlexport: {name}: {error}")
     if as_json:
-        show_json("sweep", {**result.to_json(), "failed": failures(result.failed)})
+        show_json("sweep", result.to_json())
     else:
         for head, rows in result.tables():
             show_table(head, rows)
