@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -57,11 +58,29 @@ FIRST = [
 ]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cases", type=int, help="run at most so many cases of each test, the first ones")
+
+
+# Behind the choice by marks.
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if most := config.getoption("cases"):
+        tests = Counter[str]()
+        further = {item for item in items if _count(tests, item) > most}
+        config.hook.pytest_deselected(items=list(further))
+        items[:] = [item for item in items if item not in further]
     ranks = {Path(__file__).parent / name: rank for rank, name in enumerate(FIRST)}
     for item in items:
         item.user_properties += [mark.args for mark in item.iter_markers("thirty")]
     items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
+
+
+def _count(tests: Counter[str], item: pytest.Item) -> int:
+    """Count one more case of its test."""
+    test = item.nodeid.partition("[")[0]
+    tests[test] += 1
+    return tests[test]
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
