@@ -4,8 +4,9 @@
 vision tower of Qwen2.5-VL 3B, builds and checks it with both trees in turn (`onnxruntime`, float32), with
 empty caches and once more, then encodes 448x448 images from both bundles in turn. A call of the tower is half
 of what two images more take; files are in the page cache. What an encode takes beyond its call and reading is
-opening. `--calls` measures calls of every backend instead, four blocks of width 1280, in processes that take
-turns; then `import vlexport`, `--help`, and build and check of a tiny checkpoint.
+opening. `--build backend=openvino quantize=int8` builds that instead. `--calls` measures calls of every
+backend, four blocks of width 1280, in processes that take turns; then `import vlexport`, `--help`, and build
+and check of a tiny checkpoint.
 """
 
 from __future__ import annotations
@@ -54,6 +55,9 @@ with vlexport.load(sys.argv[1], allow_failed=True) as pipeline:
 class Side:
     """A tree with its interpreter, its caches and its bundle."""
 
+    # Backend and precision of its builds.
+    options: Sequence[str] = ()
+
     def __init__(self, name: str, tree: Path, python: str, folder: Path, memory: int) -> None:
         self.name, self.python, self.folder, self.memory = name, python, folder / name, memory
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -79,7 +83,8 @@ class Side:
     def build(self, checkpoint: Path, number: int, *, first: bool) -> Step:
         """Build anew; nothing lies in the compile cache the first time."""
         self.variables = {**self.variables, "XDG_CACHE_HOME": str(self.folder / f"cache{number}")}
-        return self._built(checkpoint, f"engines{number}{'-first' if first else ''}", "--profile", "image")
+        into = f"engines{number}{'-first' if first else ''}"
+        return self._built(checkpoint, into, "--profile", "image", *self.options)
 
     def _built(self, checkpoint: Path, into: str, *options: str) -> Step:
         words = ("build", checkpoint, *options, INTO, self.folder / into, "--json")
@@ -115,7 +120,8 @@ class Side:
     def reading(self) -> float:
         """Return the seconds that reading the weights takes, from the page cache."""
         began = time.monotonic()
-        with (self.bundle / "model.weights").open("rb", buffering=0) as file:
+        weights = max(self.bundle.iterdir(), key=lambda path: path.stat().st_size)
+        with weights.open("rb", buffering=0) as file:
             while file.read(1 << 20):
                 pass
         return time.monotonic() - began
@@ -198,6 +204,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--calls", action="store_true", help="calls of every backend and short commands")
     parser.add_argument("--memory", type=float, default=16, help="GiB that a process may take")
+    parser.add_argument("--build", nargs="+", default=[], metavar="WORD", help="as 'backend=openvino'")
     parser.add_argument("--page", type=Path, help="a Markdown page whose marked part is rewritten")
     given = parser.parse_args(arguments)
     folder, memory = given.folder.resolve(), round(given.memory * GIB)
@@ -214,6 +221,8 @@ def main(arguments: Sequence[str]) -> None:
         Side("before", given.old.resolve(), given.old_python, folder, memory),
         Side("now", ROOT, sys.executable, folder, memory),
     ]
+    for side in sides:
+        side.options = [f"--{word}" for word in given.build]
     load = os.getloadavg()[0]
     if given.calls:
         sides[0].run("demo", "--recipe", "qwen2_5_vl", "--folder", folder / "tiny")
