@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import mmap
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
-from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 from vlexport._build.estimate import Costs
@@ -25,6 +23,7 @@ from vlexport.backends.base import Backend, Capability, EngineSpec, Options, Pay
 from vlexport.errors import MisfitError
 from vlexport.onnx import header
 from vlexport.specs import Precision, Quantisation, bind, size_of
+from vlexport.system import release, released
 from vlexport.target import Target, platform_here
 
 if TYPE_CHECKING:
@@ -40,8 +39,6 @@ MODEL = "model.onnx"
 WEIGHTS = "model.weights"
 CPU = "CPUExecutionProvider"
 PROVIDERS = {"cpu": CPU, "cuda": "CUDAExecutionProvider"}
-# Between two releases of mapped pages: at 1 GB/s they grow by 20 MB meanwhile.
-RELEASE_SECONDS = 0.02
 # The arena at width 1280: peak growth of 76 to 87 kB per patch; without it 64 kB for large calls, but 150 kB
 # for small ones and a fifth more time on 10,764 patches, spent on pages that are new for every layer. Buffers
 # that are reused in place, or planned ahead, live longer and take 150 kB or more.
@@ -175,7 +172,7 @@ class OnnxRuntime(Backend):
         weights = payloads.map(WEIGHTS)
         return Inside(
             weights=_initializers(model, weights),
-            release=lambda: _release(weights),
+            release=lambda: release(weights),
             # In half precision no kernel of the CPU runs its parts.
             sums=_sums(model, weights) if model.graph.output[0].type.tensor_type.elem_type == 1 else None,
             rounded=_rounded(model),
@@ -297,7 +294,7 @@ def _session_in_place(library: Any, model: bytes, weights: memoryview, settings:
         settings.add_initializer(name, value)
     # What fails is tried again, with words.
     settings.log_severity_level = 4
-    with tempfile.TemporaryDirectory(prefix="vlexport-") as folder, _released(weights):
+    with tempfile.TemporaryDirectory(prefix="vlexport-") as folder, released(weights):
         # A file of weights has to exist. This one is empty, so that reading it instead of ours is an error.
         Path(folder, WEIGHTS).touch()
         settings.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
@@ -307,30 +304,6 @@ def _session_in_place(library: Any, model: bytes, weights: memoryview, settings:
     # The library does not keep them.
     session.kept = values
     return session
-
-
-@contextmanager
-def _released(weights: memoryview) -> Iterator[None]:
-    """Let go of mapped pages again and again while they are read; rearranged, each is needed once."""
-    ended = Event()
-
-    def release() -> None:
-        while not ended.wait(RELEASE_SECONDS):
-            _release(weights)
-
-    thread = Thread(target=release, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-        _release(weights)
-
-
-def _release(weights: memoryview) -> None:
-    if isinstance(weights.obj, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
-        weights.obj.madvise(mmap.MADV_DONTNEED)
 
 
 def _sums(model: Any, weights: memoryview) -> Sums:
@@ -361,7 +334,7 @@ def _sums(model: Any, weights: memoryview) -> Sums:
         settings.only_execute_path_to_fetches = bool(only)
         arrays = as_arrays({**inputs, **{f"{name}.fed": rows for name, rows in fed.items()}})
         results = session.run(names, arrays, settings)
-        _release(weights)
+        release(weights)
         return {name: torch.from_numpy(rows) for name, rows in zip(names, results, strict=True)}
 
     return run

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import errno
-import os
-import shutil
+import ctypes
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -19,9 +16,8 @@ from vlexport.backends import log_progress
 from vlexport.backends._engine import is_large, refused_by
 from vlexport.backends._inspection import Inside, Sums, as_arrays, write_run
 from vlexport.backends.base import Backend, Capability, EngineSpec, Options, Payloads, Progress, Runner
-from vlexport.errors import ResourceError
 from vlexport.specs import Precision, Quantisation
-from vlexport.system import give_back
+from vlexport.system import give_back, release, released
 from vlexport.target import Target
 
 if TYPE_CHECKING:
@@ -114,10 +110,7 @@ class OpenVino(Backend):
             del read
 
     def open(self, payloads: Payloads, spec: EngineSpec, options: Options) -> Runner:
-        def begin() -> Any:
-            return _request(payloads, options)
-
-        return _Runner(begin, [output.name for output in spec.outputs])
+        return _Runner(payloads, options, [output.name for output in spec.outputs])
 
     def write_standalone(self, graph: Graph, options: Options, folder: Path) -> str:
         self.build(graph, options, folder)
@@ -128,13 +121,11 @@ class OpenVino(Backend):
         return {"library": self.name, "model": MODEL, "device": "CPU", "settings": settings}
 
     def inside(self, payloads: Payloads) -> Inside:
-        library = _library()
-        core = library.Core()
-        with _written(payloads) as path:
-            model = core.read_model(path)
-            constants = [node for node in model.get_ordered_ops() if node.get_type_name() == "Constant"]
-            weights = {node.get_friendly_name(): _tensor(node.get_data().copy(), node) for node in constants}
-        return Inside(weights=weights, sums=_sums(core, model))
+        core = _library().Core()
+        model = _model(core, payloads.read(MODEL), payloads.map(WEIGHTS))
+        constants = [node for node in model.get_ordered_ops() if node.get_type_name() == "Constant"]
+        weights = {node.get_friendly_name(): _tensor(node.get_data(), node) for node in constants}
+        return Inside(weights=weights, release=lambda: release(model.kept), sums=_sums(core, model))
 
 
 def _name_by_place(model: Any) -> None:
@@ -235,43 +226,36 @@ def _settings(options: Options, group: str | None) -> dict[str, object]:
     return settings | ({"INFERENCE_NUM_THREADS": options.threads} if options.threads else {})
 
 
-def _request(payloads: Payloads, options: Options) -> Any:
-    """Return an engine whose weights are mapped from a private file that is unlinked once it is open.
+def _model(core: Any, content: bytes, weights: memoryview) -> Any:
+    """Read a model whose constants lie in these bytes."""
+    import numpy as np
+    import openvino
 
-    The library keeps them besides its packed copies; mapped, the system can take their memory back.
-    """
-    library = _library()
-    core = library.Core()
-    with _written(payloads) as path, refused_by(f"OpenVINO {version('openvino')}"):
-        model = core.read_model(path)
-        group = str(model.get_rt_info(GROUP).value) if model.has_rt_info(GROUP) else None
-        return core.compile_model(model, "CPU", _settings(options, group)).create_infer_request()
-
-
-@contextmanager
-def _written(payloads: Payloads) -> Iterator[Path]:
-    with ExitStack() as stack:
-        try:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vlexport-")))
-            for name in (MODEL, WEIGHTS):
-                content = payloads.map(name)
-                if shutil.disk_usage(folder).free < len(content):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                (folder / name).write_bytes(content)
-        except OSError as error:
-            raise ResourceError(
-                f"OpenVINO maps its weights from a private file, which cannot be written: {error}. "
-                "Make room, or set TMPDIR to a folder with more."
-            ) from error
-        yield folder / MODEL
+    # The library takes writable arrays only, though it writes into no constant.
+    place = np.frombuffer(weights, np.uint8).ctypes.data
+    array = np.ctypeslib.as_array((ctypes.c_uint8 * len(weights)).from_address(place))
+    with refused_by(f"OpenVINO {version('openvino')}"):
+        model = core.read_model(content, openvino.Tensor(array, shared_memory=True))
+    # The library does not keep them.
+    model.kept = weights
+    return model
 
 
 class _Runner(Runner):
-    def __init__(self, begin: Callable[[], Any], outputs: list[str]) -> None:
-        self._begin = begin
-        self._request = begin()
-        self._outputs = outputs
+    def __init__(self, payloads: Payloads, options: Options, outputs: list[str]) -> None:
+        self._core = _library().Core()
+        self._model = _model(self._core, payloads.read(MODEL), payloads.map(WEIGHTS))
+        self._options, self._outputs = options, outputs
+        self._request = self._begin()
         self._begun = False
+
+    def _begin(self) -> Any:
+        """Compile the model; of weights that the library rearranges, the mapped ones are needed once."""
+        model = self._model
+        group = str(model.get_rt_info(GROUP).value) if model.has_rt_info(GROUP) else None
+        with refused_by(f"OpenVINO {version('openvino')}"), released(model.kept):
+            compiled = self._core.compile_model(model, "CPU", _settings(self._options, group))
+            return compiled.create_infer_request()
 
     def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         # WORKAROUND(openvino 2026.4): a model whose first call has one row of patches keeps kernels that are
