@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import tempfile
+import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from importlib.metadata import version
@@ -124,7 +125,10 @@ class OpenVino(Backend):
         core = _library().Core()
         model = _model(core, payloads.read(MODEL), payloads.map(WEIGHTS))
         constants = [node for node in model.get_ordered_ops() if node.get_type_name() == "Constant"]
-        weights = {node.get_friendly_name(): _tensor(node.get_data(), node) for node in constants}
+        with warnings.catch_warnings():
+            # Nobody writes weights.
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            weights = {node.get_friendly_name(): _tensor(node.get_data(), node) for node in constants}
         return Inside(weights=weights, release=lambda: release(model.kept), sums=_sums(core, model))
 
 
@@ -157,7 +161,8 @@ def _sums(core: Any, model: Any) -> Sums:
             tapped.add_parameters([entry])
         first = len(tapped.outputs)
         tapped.add_outputs([ends[name] for name in names])
-        request = core.compile_model(tapped, "CPU", _settings(Options(), None)).create_infer_request()
+        with released(model.kept):
+            request = core.compile_model(tapped, "CPU", _settings(Options(), None)).create_infer_request()
         request.infer(_as_taken({**inputs, **{f"{name}.fed": rows for name, rows in fed.items()}}))
         results = {name: request.get_output_tensor(first + place) for place, name in enumerate(names)}
         tensors = {name: _tensor(tensor.data.copy(), tensor) for name, tensor in results.items()}
