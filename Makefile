@@ -12,7 +12,7 @@ ready := $(venv)/.ready
 # Two processes of one thread are faster than one of two: the same 1,500 tests took 67 s and 133 s.
 pytest := OMP_NUM_THREADS=1 $(bin)/python -m pytest
 
-.PHONY: help demo test test-slow-part test-oldest test-full test-wheel test-newest test-vllm test-examples test-ray test-gpu gpu gpu-rehearsal check bench soak fuzz sbom lock mutants trained image image-cuda site docs pictures clean
+.PHONY: help demo test test-slow-part test-oldest test-full test-wheel test-newest test-vllm test-examples test-ray test-gpu gpu gpu-rehearsal check bench peers soak fuzz sbom lock mutants trained image image-cuda site docs pictures clean
 
 help:
 	@echo 'make demo       build, check and run an engine from a tiny trained checkpoint, offline'
@@ -30,6 +30,7 @@ help:
 	@echo 'make gpu-rehearsal  the same steps on a processor, tiny, with the package set of a GPU machine'
 	@echo 'make check      lint and types, of container files too'
 	@echo 'make bench      measure every backend at full width and write docs/results/benchmarks.md; 45 minutes, twice that where torch is slow'
+	@echo 'make peers      measure other ways to run a tower beside ours, in an environment of its own, and write docs/results/peers.md; hours; DEPTH=3 for a trial'
 	@echo 'make soak       20,000 requests in 8 threads, an hour of hostile ones, every failure of files; two hours'
 	@echo 'make fuzz       fuzz what reads files of strangers, guided by coverage; SECONDS=1800'
 	@echo 'make sbom       write the software bill of materials of the test environment to build/sbom.json'
@@ -181,6 +182,26 @@ bench: $(ready)
 	$(bin)/python -m benchmarks --page docs/results/benchmarks.md
 	THP_MEM_ALLOC_ENABLE=1 $(bin)/python -m benchmarks.pruning --page docs/results/benchmarks.md --out benchmarks/pruning.json
 
+# llama.cpp's converter is in the source distribution alone, and compiling it takes half an hour. torchvision comes
+# built for CUDA: tests/vllm/cpu_torchvision.py makes it importable.
+.venv-peers/.ready: tests/peers/constraints.txt tests/vllm/cpu_torchvision.py
+	$(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip install --quiet -c tests/peers/constraints.txt torch setuptools
+	.venv-peers/bin/python -m pip install --quiet -c tests/peers/constraints.txt \
+		'optimum-intel[openvino]' openvino-genai pillow diskcache scikit-build-core sentencepiece
+	site=$$(.venv-peers/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+		cp tests/vllm/cpu_torchvision.py "$$site" && echo import cpu_torchvision > "$$site/cpu_torchvision.pth"
+	.venv-peers/bin/python -m pip download --quiet -c tests/peers/constraints.txt --no-deps --no-build-isolation \
+		--no-binary llama-cpp-python --dest .venv-peers llama-cpp-python
+	mkdir -p .venv-peers/source && tar xf .venv-peers/llama_cpp_python-*.tar.gz -C .venv-peers/source --strip-components 1
+	CMAKE_ARGS='-DLLAMA_BUILD_TOOLS=OFF' .venv-peers/bin/python -m pip install --quiet --no-deps --no-build-isolation .venv-peers/source
+	touch $@
+
+DEPTH ?= 32
+
+peers: $(ready) .venv-peers/.ready
+	$(bin)/python -m benchmarks.peers build/peers --depth $(DEPTH) --page docs/results/peers.md
+
 # -rP: what passing tests print is what was measured. Of memory, each in a process of its own.
 soak: $(ready)
 	VLEXPORT_LANE=long $(pytest) -n 2 --dist worksteal tests/soak tests/_build/test_io_faults.py -m '' -rP --show-capture=stdout
@@ -236,4 +257,4 @@ pictures: $(ready)
 	$(bin)/python docs/pictures.py
 
 clean:
-	rm -rf $(venv) .venv-sbom .venv-oldest .venv-vllm .venv-examples .venv-ray $(rehearsal) build dist vlexport.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .fuzz
+	rm -rf $(venv) .venv-sbom .venv-oldest .venv-vllm .venv-examples .venv-ray .venv-peers $(rehearsal) build dist vlexport.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .fuzz

@@ -27,6 +27,7 @@ NOT_RUN = {
     "make gpu-rehearsal": "sets up another environment from a package index",
     "make image": "no docker daemon where the tests run; `make check` lints the files",
     "make lock": "needs a package index",
+    "make peers": "hours, and a package index; tests/benchmarks/test_peers.py measures a small tower",
     "make mutants": "many minutes; tests/mutation plants a sample",
     "make sbom": "sets up an environment from a package index",
     "make soak": "many minutes; `make test-full` has its short form",
