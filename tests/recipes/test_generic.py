@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from typing import Any
 
@@ -18,6 +19,7 @@ from vlexport.recipes import generic
 
 from benchmarks.classes import PIXELS, random_state, tiny, tried, write_checkpoint
 from tests.cli.lines import vlexport
+from tests.recipes.whole_checkpoints import TOKENIZER
 from vlexport._build.build import build_checkpoint
 from vlexport._build.export import export
 from vlexport._build.request import request
@@ -440,10 +442,12 @@ def test_a_picture_goes_from_the_shell_to_the_rows_of_transformers(model_type, t
     with torch.inference_mode(), UncutRows():
         parts = model.get_image_features(images, **alone).pooler_output
     assert error(rows, torch.cat([each.flatten(0, -2) for each in parts])) < NEAR
+    shutil.copy(TOKENIZER / "tokenizer.json", folder)
     question = ("--image", tmp_path / "picture.png", "--prompt", "What?")
     refused = vlexport("run", bundle, "--checkpoint", folder, *question)
     assert refused.code == 2
-    assert "Pass a checkpoint with its" in refused.err
+    lacks = "'video_processor'" if model_type == "smolvlm" else "Pass a checkpoint with its language model"
+    assert lacks in refused.err
 
 
 def test_the_list_of_classes_shows_which_export_and_why_others_fail():
