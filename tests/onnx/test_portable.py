@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Sequence
 from functools import cache
@@ -67,10 +68,16 @@ def write_family(folder: Path, name: str) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def traced_once():
-    """Trace each selection once for all merge sizes and paces."""
+    """Trace each selection once for all merge sizes and paces; no library warns of anything meanwhile."""
+    warned: list[logging.LogRecord] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = warned.append  # type: ignore[method-assign]
+    logging.getLogger().addHandler(handler)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(portable, "onnx_program", cache(onnx_program))
         yield
+    logging.getLogger().removeHandler(handler)
+    assert [each.getMessage() for each in warned] == []
 
 
 @pytest.fixture(scope="module")

@@ -25,8 +25,13 @@ if TYPE_CHECKING:
 
 # Standard operators of this opset are what every runtime that we build for accepts.
 OPSET = 18
-# These warn about torchvision's absence, which no tower here uses, and about norms whose cast weights stay.
-NOISY = ("torch.onnx._internal.exporter._registration", "onnxscript.optimizer._constant_folding")
+# These warn about torchvision's absence, which no tower here uses, about norms whose cast weights stay, and
+# about empty lists of torch's own translations.
+NOISY = (
+    "torch.onnx._internal.exporter._registration",
+    "onnxscript.optimizer._constant_folding",
+    "onnx_ir._convenience",
+)
 # The key of a node's modules, which viewers group by.
 MODULES = "namespace"
 Translations = Mapping[Callable[..., Any], Callable[..., Any]]
