@@ -54,8 +54,8 @@ class OpenVino(Backend):
         Capability(
             dtype="float32",
             costs=Costs(
-                base=300, opening=2.1, weights=2.0, values=1.35, disk=5.9,
-                build_base=644, build_weights=5.3, check_values=1.61,
+                base=300, opening=1.5, weights=1.46, values=1.35, disk=5.9,
+                build_base=700, build_weights=2.9, check_values=1.61,
             ),
         ),
         Capability(
@@ -69,7 +69,7 @@ class OpenVino(Backend):
             note="weights and inputs of the blocks' products in 8 bits",
             costs=Costs(
                 base=300, opening=2.2, weights=1.6, values=2.4, disk=5.8,
-                build_base=808, build_weights=5.1, check_values=0.68,
+                build_base=830, build_weights=3.3, check_values=0.68,
             ),
         ),
     )  # fmt: skip
@@ -239,8 +239,7 @@ def _model(core: Any, content: bytes, weights: memoryview) -> Any:
     # The library takes writable arrays only, though it writes into no constant.
     place = np.frombuffer(weights, np.uint8).ctypes.data
     array = np.ctypeslib.as_array((ctypes.c_uint8 * len(weights)).from_address(place))
-    with refused_by(f"OpenVINO {version('openvino')}"):
-        model = core.read_model(content, openvino.Tensor(array, shared_memory=True))
+    model = core.read_model(content, openvino.Tensor(array, shared_memory=True))
     # The library does not keep them.
     model.kept = weights
     return model
@@ -249,7 +248,9 @@ def _model(core: Any, content: bytes, weights: memoryview) -> Any:
 class _Runner(Runner):
     def __init__(self, payloads: Payloads, options: Options, outputs: list[str]) -> None:
         self._core = _library().Core()
-        self._model = _model(self._core, payloads.read(MODEL), payloads.map(WEIGHTS))
+        content, weights = payloads.read(MODEL), payloads.map(WEIGHTS)
+        with refused_by(f"OpenVINO {version('openvino')}"):
+            self._model = _model(self._core, content, weights)
         self._options, self._outputs = options, outputs
         self._request = self._begin()
         self._begun = False
