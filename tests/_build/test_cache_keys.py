@@ -24,7 +24,6 @@ from vlexport._build import token_graphs
 from vlexport._build.aoti import target_here
 from vlexport._build.key import build_key
 from vlexport._build.request import request
-from vlexport.backends import onnxruntime
 from vlexport.bundle import GraphsIdentity, key_of
 from vlexport.bundle import user_folders as file_cache
 from vlexport.bundle.user_folders import CacheFile
@@ -209,8 +208,6 @@ def test_packages_for_another_machine_or_version_are_compiled_anew(monkeypatch, 
 def test_every_argument_of_a_build_is_in_its_key_or_changes_no_file(tmp_path, monkeypatch):
     """A place, limits and what shows progress change no file; devices are those of TensorRT (test_keys)."""
     monkeypatch.setattr(key_, "digest_with_imports", lambda *_: "a" * 64)
-    # On every processor: nothing is built.
-    monkeypatch.setattr(onnxruntime, "dot_products", lambda: ["avx512_vnni"])
     path = write_tiny_qwen2_5_vl(tmp_path / "checkpoint")
     other = write_tiny_qwen2_5_vl(tmp_path / "other", seed=1)
     source = Checkpoint.open(path)

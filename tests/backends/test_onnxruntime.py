@@ -237,8 +237,7 @@ def test_the_choice_is_in_the_target_and_each_fits_a_machine_that_has_the_device
     assert fit(on_cpu, BACKEND.here(on_cpu)) is None
 
 
-def test_precisions_are_those_of_the_device(library: Library, monkeypatch) -> None:
-    monkeypatch.setattr(onnxruntime, "dot_products", lambda: ["avx512_vnni"])
+def test_precisions_are_those_of_the_device(library: Library) -> None:
     assert require(BACKEND, "float32", "int8").quantisation is not None
     for dtype in ("float32", "float16", "bfloat16"):
         assert require(BACKEND, dtype, device="cuda").dtype == dtype

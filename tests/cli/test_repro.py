@@ -19,7 +19,6 @@ from tests.cli.lines import own_copy, vlexport
 from tests.cli.test_compare import model
 from vlexport.backends import find_backend
 from vlexport.backends._inspection import write_run
-from vlexport.backends.onnxruntime import dot_products
 from vlexport.bundle import Bundle, Verdict
 from vlexport.parity.report import ParityReport
 
@@ -133,8 +132,6 @@ def contents(archive):
 def test_an_archive_runs_with_the_library_alone_and_agrees(
     checkpoint, engines, tmp_path, backend, precision, words
 ):
-    if precision and backend == "onnxruntime" and not dot_products():
-        pytest.skip("the processor has no VNNI: int8 is refused on it")
     bundle = build(checkpoint, engines, "--backend", backend, *precision)
     ran = vlexport("repro", bundle, "--output", tmp_path / "bug.zip", *words)
     assert (ran.code, ran.lines) == (0, [str(tmp_path / "bug.zip")]), ran.err

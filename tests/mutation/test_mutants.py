@@ -20,7 +20,6 @@ from tests.mutation.runner import (
     seen_by,
 )
 from tests.mutation.trials import CLASSES, demo_trials, recipe_of, write_trial
-from vlexport.backends.onnxruntime import dot_products
 from vlexport.errors import InputError
 from vlexport.recipe import list_recipes, recipe_folder
 
@@ -78,10 +77,7 @@ INTEGERS = [name for name in SAMPLE if name.startswith("int8")]
     "names",
     [
         [name for name in SAMPLE if name not in INTEGERS],
-        pytest.param(
-            INTEGERS,
-            marks=pytest.mark.skipif(not dot_products(), reason="the processor has no VNNI: no int8 engine"),
-        ),
+        INTEGERS,
     ],
     ids=["floats", "integers"],
 )

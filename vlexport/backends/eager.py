@@ -37,7 +37,7 @@ class Eager(Backend):
         Capability(
             dtype="float32",
             costs=Costs(
-                base=336, opening=2.04, weights=1.65, values=0.76, disk=11.0,
+                base=336, opening=2.04, weights=1.65, values=0.76, disk=3.0,
                 build_base=339, build_weights=2.54, check_values=3.74,
             ),
         ),
@@ -45,7 +45,7 @@ class Eager(Backend):
             dtype="bfloat16",
             note="norm statistics, rotary and softmax in float32",
             costs=Costs(
-                base=342, opening=2.0, weights=1.0, values=1.5, disk=8.5,
+                base=342, opening=2.0, weights=1.0, values=1.5, disk=2.2,
                 build_base=584, build_weights=3.76, check_values=2.54, compile_base=474, compile_weights=4.19,
             ),
         ),

@@ -41,7 +41,7 @@ class Inductor(Backend):
             dtype="float32",
             note="building needs a C++ compiler, running does not",
             costs=Costs(
-                base=314, opening=0.92, weights=1.04, values=1.12, disk=7.2,
+                base=314, opening=0.92, weights=1.04, values=1.12, disk=3.5,
                 build_base=430, build_weights=4.65, check_values=3.17, compile_base=497, compile_weights=4.6,
             ),
         ),
@@ -49,7 +49,7 @@ class Inductor(Backend):
             dtype="bfloat16",
             note="norm statistics, rotary and softmax in float32",
             costs=Costs(
-                base=324, opening=1.0, weights=1.01, values=1.48, disk=7.3,
+                base=324, opening=1.0, weights=1.01, values=1.48, disk=3.0,
                 build_base=418, build_weights=4.6, check_values=4.52, compile_base=527, compile_weights=3.86,
             ),
         ),

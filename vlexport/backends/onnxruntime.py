@@ -43,8 +43,6 @@ PROVIDERS = {"cpu": CPU, "cuda": "CUDAExecutionProvider"}
 # for small ones and a fifth more time on 10,764 patches, spent on pages that are new for every layer. Buffers
 # that are reused in place, or planned ahead, live longer and take 150 kB or more.
 MEMORY = {"enable_cpu_mem_arena": True, "enable_mem_pattern": False, "enable_mem_reuse": False}
-# Instructions that multiply 8 bits and add in 32; each serves by itself.
-DOT_PRODUCTS = ("avx512_vnni", "avx_vnni")
 INT8 = Quantisation(name="int8", group=0, activations=0)
 ROUNDED = "RoundedRows"
 
@@ -66,16 +64,16 @@ class OnnxRuntime(Backend):
         Capability(
             dtype="float32",
             costs=Costs(
-                base=249, opening=1.1, weights=1.0, values=1.3, disk=5.7,
+                base=249, opening=1.1, weights=1.0, values=1.3, disk=2.3,
                 build_base=480, build_weights=2.1, check_values=2.9,
             ),
         ),
         Capability(
             dtype="float32",
             quantisation=INT8,
-            note="weights and inputs of the blocks' products in 8 bits, on processors with VNNI",
+            note="weights and inputs of the blocks' products in 8 bits",
             costs=Costs(
-                base=260, opening=2.5, weights=1.7, values=1.0, disk=5.5,
+                base=260, opening=2.5, weights=1.7, values=1.0, disk=2.3,
                 build_base=627, build_weights=3.32, check_values=1.72,
             ),
         ),
@@ -93,7 +91,6 @@ class OnnxRuntime(Backend):
             version=_library().__version__,
             platform=platform_here(),
             device="cpu",
-            instruction_set="+".join(dot_products()) or None,
         )
 
     def here(self, target: Target) -> Target:
@@ -107,18 +104,10 @@ class OnnxRuntime(Backend):
             return no_cuda()
         if precision.dtype != "float32":
             return "on the CPU it computes in float32 and int8 alone. Add --device cuda where a GPU is."
-        if precision.quantisation is None:
-            return None
-        if platform_here().endswith("x86_64") and not dot_products():
-            return (
-                "the processor has none of " + ", ".join(DOT_PRODUCTS) + ". Without them two products of "
-                "8 bits are added in 16, which saturate. Leave it out."
-            )
         return None
 
     def build_target(self, options: Options, precision: Precision) -> Target:
-        needed = next(iter(dot_products()), None) if precision.quantisation else None
-        return replace(self.target(), device=options.kind or "cpu", instruction_set=needed)
+        return replace(self.target(), device=options.kind or "cpu")
 
     def build(self, graph: Graph, options: Options, out: Path, progress: Progress = log_progress) -> None:
         from vlexport.onnx import fusions, passes, quantize, to_onnx
@@ -389,14 +378,6 @@ def _errors(library: Any) -> tuple[type[Exception], ...]:
 
     state = vars(library.capi.onnxruntime_pybind11_state).values()
     return (DecodeError, *(kind for kind in state if isinstance(kind, type) and issubclass(kind, Exception)))
-
-
-def dot_products() -> list[str]:
-    """Return the instructions of `DOT_PRODUCTS` that this processor has."""
-    import torch
-
-    has = torch.cpu.get_capabilities()
-    return [name for name in DOT_PRODUCTS if has.get(name)]
 
 
 def no_cuda() -> str | None:

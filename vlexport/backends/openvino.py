@@ -54,7 +54,7 @@ class OpenVino(Backend):
         Capability(
             dtype="float32",
             costs=Costs(
-                base=300, opening=1.5, weights=1.46, values=1.35, disk=5.9,
+                base=300, opening=1.5, weights=1.46, values=1.35, disk=2.6,
                 build_base=700, build_weights=2.9, check_values=1.61,
             ),
         ),
@@ -68,7 +68,7 @@ class OpenVino(Backend):
             quantisation=INT8,
             note="weights and inputs of the blocks' products in 8 bits",
             costs=Costs(
-                base=300, opening=2.2, weights=1.6, values=2.4, disk=5.8,
+                base=300, opening=2.2, weights=1.6, values=2.4, disk=2.6,
                 build_base=830, build_weights=3.3, check_values=0.68,
             ),
         ),

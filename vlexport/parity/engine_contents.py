@@ -143,8 +143,11 @@ def _joined(held: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
 def _held(held: Mapping[str, Sequence[Tensor]], name: str, tensor: Tensor) -> bool | None:
     if f"{name}.int8" in held:
         steps, scale = steps_of(tensor.float())
-        whole = [held[f"{name}.int8"], [piece.T for piece in held[f"{name}.int8"]]]
-        same = any(_same(pieces, steps.to(torch.int8)) for pieces in whole)
+        whole = [
+            piece if piece.dtype == torch.int8 else (piece ^ 128).view(torch.int8)
+            for piece in held[f"{name}.int8"]
+        ]
+        same = any(_same(pieces, steps) for pieces in (whole, [piece.T for piece in whole]))
         return same and _same(held[f"{name}.scale"], scale.flatten())
     if name in held:
         return _same(held[name], tensor)
