@@ -36,7 +36,7 @@ from vlexport.target import processor_here
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "kimi_vl", "minicpmv", "nemotron_vl")
 BACKENDS = ("onnxruntime", "onnxruntime int8", "inductor", "eager", "openvino")
 ON_ONNXRUNTIME = BACKENDS[:2]
-WIDE: dict[str, Any] = {"depth": 2, "hidden": 1280, "heads": 16, "levels": (0, 1)}
+WIDE: dict[str, Any] = {"depth": 2, "hidden": 1280, "heads": 16, "inner": 2560, "levels": (0, 1)}
 WIDE |= {"with_decoder": False}
 PAGE = Path(__file__).parents[1] / "docs/results/company.md"
 BEGIN, END = "<!-- measured, written by `python -m benchmarks.company` -->", "<!-- end of measured -->"
