@@ -37,6 +37,14 @@ TRAINED = ROOT / "recipes" / "demo" / "trained"
 COLUMNS = 110
 BUILD = "vlexport build checkpoint --profile image"
 WATCH = "vlexport watch bundle film.mp4 --ask '4:Which shape came first?'"
+TALK = "vlexport run bundle"
+TYPED = (
+    "film.mp4 Which shape came first?",
+    "/reset",
+    "/prune 0.5",
+    "film.mp4 Which shape came first?",
+    "/quit",
+)
 ERRORS = ("vlexport build checkpoint --dtype fp16", "vlexport plan checkpoint --profile photo")
 # Pixels: of a character, of a line, and around all of it.
 CELL, LINE, PAD = 7.8, 16, 14
@@ -64,8 +72,11 @@ STYLE = (
 NAMES = ("dim", "red", "green", "yellow", "blue", "magenta", "cyan")
 
 
-def recorded(command: str, folder: Path) -> bytes:
-    """Run a command of vlexport on a terminal of COLUMNS columns; return all that the terminal is sent."""
+def recorded(command: str, folder: Path, typed: Sequence[str] = ()) -> bytes:
+    """Run a command of vlexport on a terminal of COLUMNS columns; return all that the terminal is sent.
+
+    A line is typed each time that the command asks for one.
+    """
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, COLUMNS, 0, 0))
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": str(COLUMNS), "PYTHONPATH": str(ROOT)}
@@ -75,13 +86,15 @@ def recorded(command: str, folder: Path) -> bytes:
     words = [sys.executable, "-m", "vlexport", *shlex.split(command)[1:]]
     with subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, cwd=folder):
         os.close(theirs)
-        return b"".join(_chunks(ours))
+        return b"".join(_chunks(ours, iter(typed)))
 
 
-def _chunks(descriptor: int) -> Iterator[bytes]:
+def _chunks(descriptor: int, typed: Iterator[str]) -> Iterator[bytes]:
     try:
         while data := os.read(descriptor, 65536):
             yield data
+            if data.endswith(b"> ") and (line := next(typed, None)):
+                os.write(descriptor, f"{line}\n".encode())
     except OSError:  # Linux raises where the other end is closed
         os.close(descriptor)
 
@@ -293,6 +306,7 @@ def draw(out: Path) -> None:
             "table": terminal([(check, lines(recorded(check, folder)))], "The accuracy table of a bundle"),
             "error": terminal([(each, lines(recorded(each, folder))) for each in ERRORS], "Two errors"),
             "watch": terminal([(WATCH, watched(recorded(WATCH, folder)))], "A film that is watched"),
+            "conversation": terminal([(TALK, lines(recorded(TALK, folder, TYPED)))], "A conversation"),
             "report": report((folder / "report.html").read_text(encoding="utf-8"), "A report"),
         }
     for each, picture in pictures.items():

@@ -10,7 +10,7 @@ from tests.cli.lines import vlexport
 from tests.repo.tree import ROOT, script
 
 FOLDER = ROOT / "docs" / "pictures"
-NAMES = ("bar", "error", "report", "table", "watch")
+NAMES = ("bar", "conversation", "error", "report", "table", "watch")
 # Overlays of real media, which docs/results/pruning.md shows.
 KEPT = ("kept_film", "kept_page", "kept_plots", "kept_scan")
 # Of a page of examples/, taken by its test: `SHOWN_STREAM=FILE make test-examples`.
