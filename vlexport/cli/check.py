@@ -130,7 +130,7 @@ def _rows_of(name: str, value: object) -> Iterator[tuple[str, str]]:
         nested = {
             key for key, item in value.items() if _is_table(item) or (isinstance(item, Mapping) and item)
         }
-        plain = [f"{key}: {_words(item)}" for key, item in value.items() if key not in nested]
+        plain = [f"{key}: {_words(item)}" for key, item in value.items() if item != "" and key not in nested]
         if plain or not value:
             yield name, ", ".join(plain) or "none"
         for key in filter(nested.__contains__, value):
