@@ -98,7 +98,10 @@ def check(  # noqa: PLR0913  the options of the command line, in one place
     if extra and not accuracy:
         raise RequestError(f"{', '.join(extra)} given without accuracy, which compares with them. Add it.")
     whole = run or not accuracy
-    opened = Bundle.open(bundle, verify="full" if whole else "lazy")
+    opened = Bundle.open(bundle, verify="full" if whole and not run else "lazy")
+    if run:
+        # Hashed once: the engine takes what it opens with from here.
+        opened.begin(opened.manifest.files)
     proof = _fit(opened, recipe, run=run) if whole else None
     if not accuracy:
         return Checked(bundle=opened, intact=True, proof=proof)
@@ -115,6 +118,8 @@ def _fit(bundle: Bundle, recipe: str | None, *, run: bool) -> ProofResult | None
     from vlexport.runtime.proof import require_proven
 
     with open_engine(bundle, unproven=True) as engine:
+        for name in tuple(bundle.begun):
+            bundle.map(name)
         return require_proven(bundle, engine)
 
 
