@@ -27,7 +27,9 @@ from vlexport.backends import Engine, Options, find_backend, onnxruntime
 from vlexport.bundle import Bundle
 from vlexport.bundle.files import record_of
 from vlexport.bundle.trust import Proved, Trust
+from vlexport.checkpoint import Checkpoint
 from vlexport.errors import ParityError
+from vlexport.integrations.vllm.bundle_tower import BundleSettings, BundleTower, open_tower
 from vlexport.parity.samples import random_items
 from vlexport.runtime.encoder import Encoder, EncoderOptions, EncoderOutput
 from vlexport.runtime.opening import open_engine
@@ -37,6 +39,8 @@ from vlexport.runtime.request import EncoderInput
 
 NO_OPENVINO = find_backend("openvino").missing()
 Plant = Callable[[onnx.ModelProto], None]
+# What the plugin reads of a tower of vLLM.
+MODEL = {"dtype": torch.float32, "device": torch.device("cpu"), "input_norm": torch.Tensor.to}
 # A module that is None cannot be imported.
 ALONE = """
 import runpy, sys
@@ -364,6 +368,9 @@ def test_a_failed_proof_names_call_output_and_bound_and_nothing_opens(
     monkeypatch.setattr("vlexport.runtime.proof.processor_here", lambda: "another processor")
     with pytest.raises(ParityError, match="its proof failed on this machine"):
         load(faulty, runtime=RuntimeOptions(prove="new"))
+    entry = BundleSettings(bundle=str(copy), prove="new")
+    with pytest.raises(ParityError, match="its proof failed on this machine"):
+        open_tower(entry, Checkpoint.open(CHECKPOINT), given_bytes=True)
     assert not any("another processor" in machine for machine in Proved.of().read(faulty.digest))
 
 
@@ -402,6 +409,9 @@ def test_every_way_to_an_item_gives_its_bits(either: Bundle, threads: int) -> No
         ways = {
             "encode_items": [encoded.embeds for encoded in pipeline.encode_items(items)],
             "packed": session.run_packed(packed, grids).split(counts),
+            "the tower in vLLM": BundleTower(session, MODEL | {"out_hidden_size": session.width})(
+                packed, grids
+            ).split(counts),
         }
         # The video is cut between frames at the smaller numbers.
         for most in (6, 12, 40):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
@@ -10,6 +12,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.golden_data import FOLDER
+from vlexport.bundle import Bounds, Bundle, Proof
+from vlexport.bundle.trust import Proved, Trust
 
 E2E = FOLDER / "e2e"
 CHECKPOINT = E2E / "checkpoint"
@@ -71,6 +75,26 @@ def test_what_does_not_fit_is_refused_at_start(bundle, answers):
 def test_a_misspelt_entry_is_refused(bundle, answers):
     with pytest.raises(AssertionError, match=r"InputError: additional_config: vlexport="):
         answers(E2E, SEEN, bundle(CHECKPOINT), entry={"cache": 1})
+
+
+def test_a_bundle_from_another_machine_proves_itself_at_start(bundle, answers, tmp_path):
+    copy = Path(shutil.copytree(bundle(CHECKPOINT), tmp_path / "copy"))
+    manifest = Bundle.open(copy).manifest
+
+    def approved(proof: Proof) -> str:
+        (copy / "manifest.json").write_bytes(replace(manifest, proof=proof).encoded())
+        digest = Bundle.inspect(copy).digest
+        Trust.of().record(digest, "built")
+        return digest
+
+    digest = approved(replace(manifest.proof, machine="another"))
+    assert answers(E2E, SEEN, copy, entry={"prove": "new"})["tokens"] == EXPECTED
+    assert len(Proved.of().read(digest)) == 1
+    bounds = {"embeds": Bounds(relative_l2=0.0, worst_token=0.0)}
+    calls = tuple(replace(call, bounds=bounds) for call in manifest.proof.calls)
+    approved(replace(manifest.proof, machine="another", calls=calls))
+    with pytest.raises(AssertionError, match=r"ParityError: .* its proof failed on this machine"):
+        answers(E2E, SEEN, copy, entry={"prove": "new"})
 
 
 @pytest.mark.parametrize("mode", ["weights", "data"])
