@@ -12,6 +12,7 @@ import importlib
 import json
 import re
 import shutil
+import subprocess
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from PIL import Image
 from vlexport.recipes.demo.writing import write_checkpoint
 
 from tests.adapters import write_adapter
-from tests.cli.lines import Ran, vlexport
+from tests.cli.lines import SCRIPT, Ran, vlexport
 from tests.media.made_videos import video
 from tests.pages import GUIDES, ROOT, arguments_of, is_name, name_of, shell_lines, shown
 from tests.runtime.recorded import CHECKPOINT
@@ -49,6 +50,8 @@ EXIT_CODES = {
         "docs/results/first_hour.md",
         "vlexport encode OTHER --image large.png --output x.safetensors",
     ): 6,  # 3000x2000 pixels
+    # Without a terminal; `tests/cli/test_conversation.py` has conversations.
+    ("docs/results/first_hour.md", "vlexport run BUNDLE"): 2,
     ("docs/tensorrt.md", "vlexport check BUNDLE --accuracy"): 4,  # without the GPU
     (
         "docs/backends.md",
@@ -59,6 +62,13 @@ EXIT_CODES = {
 FREE = {"--recipe NAME": "--recipe qwen2_vl", "--backend NAME": "--backend eager"}
 # Their programs are run without torch and vlexport, and on several chunks, by tests of their own.
 ELSEWHERE = ("docs/portable.md",)
+
+
+def piped(line: str) -> Ran:
+    """Run a command that reads its input from a file, in a shell."""
+    words = line.replace("vlexport", str(SCRIPT), 1)
+    ran = subprocess.run(words, shell=True, capture_output=True, text=True, check=False)
+    return Ran(code=ran.returncode, out=ran.stdout, err=ran.stderr)
 
 
 class Desk:
@@ -93,11 +103,11 @@ class Desk:
         whole = self.filled(line)
         if whole not in self.ran:
             Path("bug.zip").unlink(missing_ok=True)  # several pages write it, and `repro` replaces no file
-            self.ran[whole] = vlexport(*(arguments_of(whole) or ()))
+            self.ran[whole] = piped(whole) if " < " in whole else vlexport(*(arguments_of(whole) or ()))
         ran = self.ran[whole]
         if ran.code != EXIT_CODES.get((page, line), 0):
             return f"{whole}: exit code {ran.code}\n{ran.err[-2000:]}"
-        if target := re.search(r"\s>\s*(\S+)", line):
+        if " < " not in line and (target := re.search(r"\s>\s*(\S+)", line)):
             Path(target[1]).write_text(ran.out, encoding="utf-8")
         if ran.code == 0 and "build" in (arguments_of(line) or ())[:2]:
             self.bundle = ran.lines[-1]
