@@ -343,7 +343,7 @@ def test_log_probabilities_along_an_answer_are_those_of_transformers(opened, lan
     """One pass of the whole sequence through the model's own class, on the same embeddings and positions."""
     from transformers import Qwen2_5_VLForConditionalGeneration
 
-    from vlexport.evaluate.teacher_forcing import force
+    from vlexport.evaluate.evaluator import force
 
     pipeline = Pipeline(opened.bundle, opened.engine, opened.recipe, language)
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(CHECKPOINT).eval()

@@ -27,7 +27,7 @@ from vlexport._build.request import request as build_request
 from vlexport.backends import Options
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import InputError, LimitError, MediaError, UnsupportedError, VlexportError
-from vlexport.evaluate.teacher_forcing import force
+from vlexport.evaluate.evaluator import force
 from vlexport.runtime.generate import RuntimeOptions, prefill
 from vlexport.runtime.outputs import Answer, Encoded, value_of
 from vlexport.runtime.pipeline import Pipeline, load

@@ -21,9 +21,9 @@ from vlexport.backends import Engine, Progress, log_progress
 from vlexport.bundle import Bundle
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import UnsupportedError
+from vlexport.evaluate.evaluator import Evaluator, ForcedAnswer
 from vlexport.evaluate.own import samples_of
 from vlexport.evaluate.tasks import Question, questions_of
-from vlexport.evaluate.teacher_forcing import ForcedAnswer, force
 from vlexport.parity import check as parity
 from vlexport.parity.noise import in_dtype, quantized_reference, steady_arithmetic
 from vlexport.parity.pixels import reference_of
@@ -71,8 +71,8 @@ class Tally:
     kl: list[Tensor] = field(default_factory=list)
     same: list[bool] = field(default_factory=list)
 
-    def add(self, question: Question, text: str, whole: ForcedAnswer, forced: ForcedAnswer) -> None:
-        self.right.append(question.is_right(text))
+    def add(self, right: bool | None, whole: ForcedAnswer, forced: ForcedAnswer) -> None:
+        self.right.append(bool(right))
         self.kl.append(whole.divergence(forced))
         self.same += forced.same
 
@@ -159,14 +159,17 @@ def compare(
             state.media = tuple(_with_embeddings(steps, item, sides[name]) for item in state.media)
         return state
 
-    decoder = steps.language.decoder
-    truth = steps.completed(state_of("reference"))
-    whole = force(decoder, steps.prefill(steps.prompted(state_of("reference"))), truth.token_ids)
-    tallies["reference"].add(question, truth.text, whole, whole)
+    evaluator = Evaluator(steps=steps, truth=steps.completed(state_of("reference")), question=question)
+
+    def judged(name: str) -> tuple[ForcedAnswer, bool | None]:
+        state = steps.prefill(steps.prompted(state_of(name)))
+        return evaluator.judge(state, again=lambda: state_of(name))
+
+    whole, right = judged("reference")
+    tallies["reference"].add(right, whole, whole)
     for name in (side for side in tallies if side != "reference"):
-        forced = force(decoder, steps.prefill(steps.prompted(state_of(name))), truth.token_ids)
-        text = truth.text if all(forced.same) else steps.completed(state_of(name)).text
-        tallies[name].add(question, text, whole, forced)
+        forced, right = judged(name)
+        tallies[name].add(right, whole, forced)
 
 
 def _with_embeddings(steps: AnswerGenerator, source: EncoderInput, run: Run) -> EncoderInput:

@@ -26,8 +26,8 @@ from vlexport.checkpoint import Checkpoint
 from vlexport.codec import checked
 from vlexport.errors import RequestError, VlexportError
 from vlexport.evaluate.baselines import BASELINES
+from vlexport.evaluate.evaluator import Evaluator, ForcedAnswer
 from vlexport.evaluate.tasks import Question, read_task
-from vlexport.evaluate.teacher_forcing import ForcedAnswer, force
 from vlexport.positions.rules import check_rate
 from vlexport.pruning.cells import RULES
 from vlexport.pruning.methods import METHODS, REQUESTED
@@ -423,17 +423,15 @@ class Runner:
         with state.timing("prefill"):
             self.sampler.choose(state.logits)  # waits for a device
         first_token, item = sum(state.seconds.values()), state.encoded[0]
-        forced = force(self.language.decoder, state, trial.answer.token_ids)
+        evaluator = Evaluator(steps=steps, truth=trial.answer, question=trial.case.question)
+        forced, right = evaluator.judge(state, again=lambda: steps.preprocess(request))
         top1 = statistics.fmean(forced.same)
         kl = float((trial.whole or forced).divergence(forced).mean())
-        question, text = trial.case.question, trial.answer.text
-        if question and top1 < 1:
-            text = steps.completed(steps.preprocess(request)).text
         counts = item.kind == "video" or item.kept is not None
         outcome = Outcome(
             kept=len(item.embeds) if counts else 0,
             tokens=len(trial.item.embeds) if counts else 0,
-            right=float(question.is_right(text)) if question else None,
+            right=None if right is None else float(right),
             top1=top1,
             kl=kl,
             exact=float(top1 == 1),
