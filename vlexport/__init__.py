@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from vlexport.positions.rules import PositionOptions
     from vlexport.recipe import Recipe, find_recipe
     from vlexport.reports.compare import compare
-    from vlexport.reports.facts import report
+    from vlexport.reports.results import report
     from vlexport.runtime.attached import attach
     from vlexport.runtime.decoder import DecoderOptions
     from vlexport.runtime.encoder import EncoderOptions
@@ -93,7 +93,7 @@ _HOMES = {
     "plan": "vlexport._build.request",
     "pull": "vlexport.bundle.hub",
     "push": "vlexport.bundle.hub",
-    "report": "vlexport.reports.facts",
+    "report": "vlexport.reports.results",
     "sweep": "vlexport.evaluate.sweep",
 }
 

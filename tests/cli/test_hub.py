@@ -19,7 +19,7 @@ from tests.cli.hub_server import hub as served
 from tests.cli.lines import vlexport
 from vlexport.bundle import Bundle, Manifest, Trust, hub
 from vlexport.errors import BundleError, RequestError, UntrustedError
-from vlexport.parity.report import summary_of
+from vlexport.reports.facts import BundleFacts
 
 COMMIT = "0123456789abcdef" * 2 + "01234567"
 
@@ -178,7 +178,7 @@ def test_a_bundle_without_a_card_gets_its_page_and_a_later_check_is_on_it(built,
     checked = replace(bare, manifest=replace(bare.manifest, parity=opened.verdict), checked=opened.verdict)
     hub.push(checked, str(tmp_path / "hub"))
     page = (tmp_path / "hub" / "README.md").read_text("utf-8")
-    summary = summary_of(opened.verdict)
+    summary = BundleFacts.of(opened).summary
     assert page.endswith(f"\nChecked again after the build: {summary}.\n")
     assert "| backend | `eager` |" in page
     assert "# entry\n" in page

@@ -42,7 +42,7 @@ PUBLIC = {
     "plan": "vlexport._build.request",
     "pull": "vlexport.bundle.hub",
     "push": "vlexport.bundle.hub",
-    "report": "vlexport.reports.facts",
+    "report": "vlexport.reports.results",
     "sweep": "vlexport.evaluate.sweep",
 }
 

@@ -24,8 +24,8 @@ from vlexport.errors import InputError, MediaError, RequestError
 from vlexport.evaluate.bench import Contender, Timings, machine_here
 from vlexport.evaluate.intervals import Interval
 from vlexport.parity.report import LayerCurve, LayerPoint, ParityReport, Row
-from vlexport.reports.facts import Results, read_results
 from vlexport.reports.page import page
+from vlexport.reports.results import Results, read_results
 from vlexport.reports.sweep import Sweep, rows_of
 
 MIB = 2**20

@@ -180,7 +180,7 @@ def report(
     """
     media = [file for file in media_files(files or [], openable=True) if isinstance(file, Path)]
     from vlexport.backends import log_progress
-    from vlexport.reports.facts import report as library
+    from vlexport.reports.results import report as library
 
     with phases("report") if measure else nullcontext(log_progress) as progress:
         written = library(

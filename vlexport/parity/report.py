@@ -295,12 +295,6 @@ def report_in(verdict: StoredVerdict) -> ParityReport | None:
     return ParityReport.from_json(verdict.table) if verdict.table else None
 
 
-def summary_of(verdict: StoredVerdict) -> str:
-    """Return the line about a bundle's accuracy check; its status where no check has run."""
-    report = report_in(verdict)
-    return report.summary() if report else verdict.status
-
-
 def _seal(content: Mapping[str, Json]) -> str:
     return hashlib.sha256(canonical(content)).hexdigest()
 

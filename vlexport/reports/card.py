@@ -9,7 +9,8 @@ from vlexport.bundle import Manifest, command
 from vlexport.checkpoint import Checkpoint
 from vlexport.checkpoint.source import open_inside
 from vlexport.errors import CheckpointError
-from vlexport.parity.report import WORDS, report_in
+from vlexport.parity.report import WORDS
+from vlexport.reports.facts import BundleFacts
 
 CARD = "card.md"
 # A licence as model cards name it, in the header of the checkpoint's own card.
@@ -81,7 +82,8 @@ def licence_of(checkpoint: Checkpoint) -> str | None:
 
 def card(manifest: Manifest, name: str, licence: str | None) -> str:
     """Return the card of a bundle: what it is, how to load it, how exact it is, its sizes and origin."""
-    origin, precision, report = manifest.checkpoint, manifest.precision.name, report_in(manifest.parity)
+    facts = BundleFacts.built(manifest, manifest.parity)
+    origin, precision = manifest.checkpoint, manifest.precision.name
     model, bundle = plain(origin.name), plain(name)
     source, _, commit = origin.source.partition("@")
     header = {
@@ -96,10 +98,10 @@ def card(manifest: Manifest, name: str, licence: str | None) -> str:
         f"| {size} | {bounds.min:,} | {bounds.opt:,} | {bounds.max:,} |"
         for size, bounds in manifest.profile.ranges.items()
     )
-    accuracy = f"{WORDS.get(manifest.parity.status, manifest.parity.status)}."
-    if report:
-        table = "\n".join(map(plain, report.table().splitlines()))
-        accuracy = f"{plain(report.summary())}\n\n```\n{table}\n```"
+    accuracy = f"{WORDS.get(facts.status, facts.status)}."
+    if facts.report:
+        table = "\n".join(map(plain, facts.report.table().splitlines()))
+        accuracy = f"{plain(facts.summary)}\n\n```\n{table}\n```"
     if manifest.proof.calls:
         run = command(Path(bundle), manifest, "check", "--run")
         accuracy += (

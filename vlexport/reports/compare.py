@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Literal
 
 from vlexport.bundle import Bundle
-from vlexport.codec import Json, JsonObject, Measure, encode, freeze_object
+from vlexport.codec import Json, JsonObject, Measure, encode
 from vlexport.errors import InputError, RequestError
 from vlexport.evaluate.intervals import Interval, unpaired
-from vlexport.parity.report import ParityReport, Row, Verdict, report_in
-from vlexport.reports.facts import Contender, calls_from, document
+from vlexport.parity.report import ParityReport, Row, Verdict
+from vlexport.reports.facts import BundleFacts
 from vlexport.reports.features import SUFFIXES, Features, ItemPair, pairs_of
+from vlexport.reports.results import Contender, calls_from, document
 from vlexport.system import shortage
 
 Kind = Literal["bundle", "accuracy table", "timings", "embeddings", "graphs"]
-MODEL = ("checkpoint.weights", "checkpoint.adapter.digest")
 # With other ones, times prove nothing about the bundles.
 DEVICE = tuple(f"machine.{name}" for name in ("processor", "processors", "threads", "gpu"))
 WORKLOAD = ("workload.patches", "workload.tokens", "workload.items")
@@ -113,15 +113,14 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Subject:
-    """One of the two: `identity` are its facts by name, `model` the weights that it is about."""
+    """One of the two: `identity` are its fields by name, `weights` those that it is about."""
 
     place: str
     kind: Kind
     identity: JsonObject
-    model: str
+    weights: str
+    facts: BundleFacts | None = None
     bundle: Bundle | None = None
-    report: ParityReport | None = None
-    is_own_reference: bool = True
     contenders: tuple[Contender, ...] = ()
 
 
@@ -158,13 +157,16 @@ def compare(
     )
     if comparison.kind == "timings":
         return _with_timings(comparison, one, other)
+    assert one.facts is not None
+    assert other.facts is not None
     comparison = replace(
-        comparison, summaries=(_summary(one), _summary(other)), rows=tuple(_rows(one.report, other.report))
+        comparison,
+        summaries=(one.facts.summary, other.facts.summary),
+        rows=tuple(_rows(one.facts.report, other.facts.report)),
     )
     if one.bundle is None or other.bundle is None:
         return comparison
-    files = [one.bundle.manifest.files, other.bundle.manifest.files]
-    sizes = [{name: record.size for name, record in side.items()} for side in files]
+    sizes = (one.facts.sizes, other.facts.sizes)
     return replace(
         comparison,
         graphs=tuple(_graphs(one.bundle, other.bundle)),
@@ -186,15 +188,7 @@ def _subject(path: Path) -> _Subject:
     place = str(path)
     if path.is_dir():
         bundle = Bundle.open(path, verify="lazy")
-        identity = freeze_object(bundle.manifest.identity(), "identity")
-        return _Subject(
-            place=place,
-            kind="bundle",
-            identity=identity,
-            model=_model(identity),
-            bundle=bundle,
-            report=report_in(bundle.verdict),
-        )
+        return _about(place, "bundle", BundleFacts.of(bundle), bundle)
     try:
         content = document(path, ("check", "bench"))
     except InputError as error:
@@ -202,28 +196,16 @@ def _subject(path: Path) -> _Subject:
     verb = content["verb"]
     again = "check BUNDLE --accuracy" if verb == "check" else "bench BUNDLE"
     try:
-        return _table(place, content) if verb == "check" else _bench(place, content)
+        if verb == "check":
+            return _about(place, "accuracy table", BundleFacts.from_json(content))
+        return _bench(place, content)
     except InputError as error:
         raise RequestError(f"{place}: {error} Write it again: vlexport {again} --json") from error
 
 
-def _model(identity: JsonObject) -> str:
-    return " ".join(str(identity[name]) for name in MODEL if identity.get(name) is not None)
-
-
-def _table(place: str, content: JsonObject) -> _Subject:
-    identity, table = content.get("identity"), content.get("table")
-    if not isinstance(identity, Mapping) or not isinstance(table, Mapping):
-        raise InputError("'identity' and 'table': objects expected.")
-    # A verdict is stored if the reference has the bundle's weights.
-    is_own_reference = content.get("stored") is True
+def _about(place: str, kind: Kind, facts: BundleFacts, bundle: Bundle | None = None) -> _Subject:
     return _Subject(
-        place=place,
-        kind="accuracy table",
-        identity=identity,
-        model=_model(identity),
-        report=ParityReport.from_json(table),
-        is_own_reference=is_own_reference,
+        place=place, kind=kind, identity=facts.identity, weights=facts.weights, facts=facts, bundle=bundle
     )
 
 
@@ -236,17 +218,17 @@ def _bench(place: str, content: JsonObject) -> _Subject:
         place=place,
         kind="timings",
         identity={f"{part}.{name}": fact for part, facts in parts.items() for name, fact in facts.items()},
-        model=str(call.workload.get("weights")),
+        weights=str(call.workload.get("weights")),
         contenders=tuple(contender for contender in call.contenders if contender.rounds),
     )
 
 
 def _obstacles(one: _Subject, other: _Subject) -> Iterator[str]:
-    if one.model != other.model:
-        short = [" with ".join(digest[:12] for digest in side.model.split()) for side in (one, other)]
+    if one.weights != other.weights:
+        short = [" with ".join(digest[:12] for digest in side.weights.split()) for side in (one, other)]
         yield f"weights differ ({short[0]} and {short[1]})"
     for side in (one, other):
-        if not side.is_own_reference:
+        if side.facts is not None and not side.facts.is_own_reference:
             yield f"{side.place} was checked against other weights than its own"
     for name in (*DEVICE, *WORKLOAD):
         first, second = one.identity.get(name), other.identity.get(name)
@@ -260,12 +242,6 @@ def _differences(first: JsonObject, second: JsonObject) -> tuple[Difference, ...
         for name in sorted({*first, *second})
         if first.get(name) != second.get(name)
     )
-
-
-def _summary(subject: _Subject) -> str:
-    if subject.report is not None:
-        return subject.report.summary()
-    return subject.bundle.verdict.status if subject.bundle else "not_run"
 
 
 def _rows(first: ParityReport | None, second: ParityReport | None) -> Iterator[RowPair]:

@@ -23,8 +23,8 @@ from vlexport.media import kind_of
 from vlexport.parity.check import curve_of, spec_of
 from vlexport.parity.report import report_in
 from vlexport.recipe import Recipe
-from vlexport.reports.facts import Planned, Results, Timed, calls_from, planned_from
 from vlexport.reports.overlay import write_sheet
+from vlexport.reports.results import Planned, Results, Timed, calls_from, planned_from
 from vlexport.reports.sweep import Sweep
 from vlexport.runtime.opening import checkpoint_of, recipe_of
 from vlexport.runtime.pipeline import load

@@ -13,9 +13,10 @@ from pathlib import Path
 from vlexport.bundle import Bundle, Manifest, command
 from vlexport.bundle.trust import Proved
 from vlexport.codec import Json, encode
-from vlexport.parity.report import WORDS, ParityReport, Row, report_in
+from vlexport.parity.report import WORDS, ParityReport, Row
 from vlexport.reports.chart import Curve, Panel, Point, draw
-from vlexport.reports.facts import Contender, Planned, Results, Timed, is_of
+from vlexport.reports.facts import BundleFacts
+from vlexport.reports.results import Contender, Planned, Results, Timed, is_of
 from vlexport.reports.sweep import Sweep
 
 MIB = 2**20
@@ -81,27 +82,27 @@ UNPRUNED = Markup("<p>The family has nothing to prune.</p>")
 
 def page(bundle: Bundle, results: Results | None = None) -> str:
     """Return the page of a bundle, with the verdict that counts for this user."""
-    results, report = results or Results(), report_in(bundle.verdict)
+    results, facts = results or Results(), BundleFacts.of(bundle)
     manifest, name, origin = bundle.manifest, bundle.path.resolve().name, bundle.manifest.checkpoint
-    facts: dict[str, dict[str, Json]] = {"Provenance": {"digest": bundle.digest}}
-    for field, value in manifest.identity().items():
-        facts.setdefault(SHOWN_IN.get(field.partition(".")[0], "Settings"), {})[field] = value
+    groups: dict[str, dict[str, Json]] = {"Provenance": {"digest": bundle.digest}}
+    for field, value in facts.identity.items():
+        groups.setdefault(SHOWN_IN.get(field.partition(".")[0], "Settings"), {})[field] = value
     adapter = f" with the adapter {origin.adapter.name}" if origin.adapter else ""
     about = (
         f"The vision tower of {origin.name}{adapter} as an engine of {manifest.target.backend}, in "
         f"{manifest.precision.name}, for calls of profile {manifest.profile.name}."
     )
     sections = {
-        "Accuracy": (_accuracy(report) if report else "") + _proof(bundle),
-        "Drift by block": _drift(report),
+        "Accuracy": (_accuracy(facts.report) if facts.report else "") + _proof(bundle),
+        "Drift by block": _drift(facts.report),
         "Latency": _latency(results.timings, bundle),
         "Padding and memory": _memory(results.plan),
         "Pruning": _sweep(results.sweep, bundle),
         "Kept tokens": _overlay(results.overlay),
         "Sizes": _sizes(bundle),
-        "Settings": _facts(facts["Settings"]),
-        "Provenance": f"{_facts(facts['Provenance'])}\n{_files(manifest)}\n",
-        "Environment": _environment(facts["Environment"], results.timings),
+        "Settings": _facts(groups["Settings"]),
+        "Provenance": f"{_facts(groups['Provenance'])}\n{_files(manifest)}\n",
+        "Environment": _environment(groups["Environment"], results.timings),
     }
     places = {title: title.lower().replace(" ", "-") for title, content in sections.items() if content}
     contents = " ".join(f'<a href="#{place}">{title}</a>' for title, place in places.items())
@@ -115,7 +116,7 @@ def page(bundle: Bundle, results: Results | None = None) -> str:
 <meta http-equiv="Content-Security-Policy" content="{POLICY}">
 <title>{_text(name)}</title><style>{STYLE}</style></head><body>
 <h1>{_text(name)}</h1>
-<p>{_text(about)} Accuracy check: <b class="{bundle.verdict.status}">{bundle.verdict.status}</b>.</p>
+<p>{_text(about)} Accuracy check: <b class="{facts.status}">{facts.status}</b>.</p>
 <nav>{contents}</nav>
 {f"<p>{missing}</p>" if missing else ""}
 {body}
@@ -125,7 +126,7 @@ def page(bundle: Bundle, results: Results | None = None) -> str:
 
 def unmeasured(bundle: Bundle, results: Results) -> str:
     """Return a line that names what a page lacks with the command that measures it, or why it cannot."""
-    report = report_in(bundle.verdict)
+    report = BundleFacts.of(bundle).report
     lacking: dict[str, object] = {
         "Accuracy": report,
         "Drift by block": _drift(report),

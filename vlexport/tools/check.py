@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,9 +37,9 @@ class Checked:
     @property
     def summary(self) -> str:
         """The accuracy check that the bundle came with, in a line."""
-        from vlexport.parity.report import summary_of
+        from vlexport.reports.facts import BundleFacts
 
-        return summary_of(self.bundle.verdict)
+        return BundleFacts.of(self.bundle).summary
 
     def require_passed(self) -> None:
         """Raise a `ParityError` if an accuracy check was made and did not pass."""
@@ -51,19 +51,22 @@ class Checked:
             )
 
     def to_json(self) -> dict[str, object]:
-        manifest, facts = self.bundle.manifest, dict[str, object](bundle=str(self.bundle.path))
+        from vlexport.reports.facts import BundleFacts
+
+        manifest, stored = self.bundle.manifest, BundleFacts.of(self.bundle)
+        facts: dict[str, object] = {"bundle": str(self.bundle.path)}
         if self.intact:
             facts |= {
                 "digest": self.bundle.digest,
                 "target": manifest.target.tag,
-                "parity": self.bundle.verdict.status,
-                "summary": self.summary,
+                "parity": stored.status,
+                "summary": stored.summary,
                 "files": {name: record.sha256 for name, record in manifest.files.items()},
                 "proof": encode(self.proof),
             }
         if (report := self.report) is not None:
-            facts |= {"status": report.status, "stored": not self.unstored, "reason": self.unstored}
-            facts |= {"identity": manifest.identity(), "table": report.to_json()}
+            checked = replace(stored, status=report.status, report=report, is_own_reference=not self.unstored)
+            facts |= {**checked.to_json(), "reason": self.unstored}
         return facts
 
 

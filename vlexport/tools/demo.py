@@ -19,13 +19,13 @@ from vlexport._build.request import request
 from vlexport.backends import Progress
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import RequestError
-from vlexport.parity.report import summary_of
 from vlexport.recipe import find_recipe, list_recipes
 from vlexport.recipes.demo.writing import write_checkpoint
-from vlexport.reports.facts import Results
+from vlexport.reports.facts import BundleFacts
 from vlexport.reports.measure import Measurement
 from vlexport.reports.overlay import write_sheet
 from vlexport.reports.page import page
+from vlexport.reports.results import Results
 from vlexport.runtime.outputs import Answer, provenance, save
 from vlexport.runtime.pipeline import Pipeline, load
 from vlexport.runtime.request import Generation, Request
@@ -116,13 +116,13 @@ def run_demo(recipe: str, folder: Path, into: Path, backend: str, progress: Prog
     checked, results = measurement.complete(Results(overlay=picture.read_bytes()), progress)
     with replacing(report) as temporary:
         temporary.write_text(page(checked, results), encoding="utf-8")
-    embeddings = folder / "embeddings.safetensors"
+    embeddings, facts = folder / "embeddings.safetensors", BundleFacts.of(bundle)
     return Demo(
         checkpoint=checkpoint.path,
         bundle=bundle.path,
         cached=built.cached,
-        parity=bundle.verdict.status,
-        summary=summary_of(bundle.verdict),
+        parity=facts.status,
+        summary=facts.summary,
         image=shown.image,
         video=shown.video,
         embeddings=embeddings,

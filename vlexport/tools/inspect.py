@@ -11,14 +11,14 @@ from vlexport.bundle import MANIFEST_NAME, NETWORK_NAME, Bundle, Inspection, com
 from vlexport.checkpoint import Checkpoint
 from vlexport.codec import Json, encode
 from vlexport.errors import BundleError, InputError, VlexportError
-from vlexport.parity.report import summary_of
 from vlexport.recipe import RecipeCard, card_for, tried_classes
+from vlexport.reports.facts import BundleFacts
 
 # The accuracy table has findings, the target has the rest.
 KNOWN_ELSEWHERE = ("findings", "library", "targets", "version")
 
 
-class BundleFacts(TypedDict, total=False):
+class BundleDescription(TypedDict, total=False):
     """Facts about a bundle: the fields of a manifest as they stand there, whatever a foreign one holds."""
 
     kind: str
@@ -46,7 +46,7 @@ class BundleFacts(TypedDict, total=False):
     network: dict[str, Json]
 
 
-class CheckpointFacts(TypedDict):
+class CheckpointDescription(TypedDict):
     """Facts about a checkpoint, from its config and the names of its tensors."""
 
     kind: str
@@ -62,7 +62,7 @@ class CheckpointFacts(TypedDict):
     tensors_by_prefix: dict[str, int]
 
 
-def inspect(source: str | Path) -> BundleFacts | CheckpointFacts:
+def inspect(source: str | Path) -> BundleDescription | CheckpointDescription:
     """Describe a bundle or a checkpoint; of foreign, newer or damaged bundles as much as is readable.
 
     Nothing is loaded or run, and nothing has to be trusted.
@@ -75,7 +75,7 @@ def inspect(source: str | Path) -> BundleFacts | CheckpointFacts:
     return _checkpoint(Checkpoint.open(source))
 
 
-def _bundle(inspection: Inspection) -> BundleFacts:
+def _bundle(inspection: Inspection) -> BundleDescription:
     parts = inspection.content
     parity = parts.get("parity")
     status = parity.get("status") if isinstance(parity, Mapping) else None
@@ -107,13 +107,15 @@ def _bundle(inspection: Inspection) -> BundleFacts:
     if isinstance(files, Mapping):
         sizes = {name: record.get("size") for name, record in files.items() if isinstance(record, Mapping)}
         summary["files"] = sizes
-    return cast("BundleFacts", encode(summary | _network(inspection)))
+    return cast("BundleDescription", encode(summary | _network(inspection)))
 
 
 def _accuracy(inspection: Inspection) -> str | None:
-    verdict = inspection.checked or (inspection.manifest.parity if inspection.manifest else None)
+    manifest = inspection.manifest
+    if manifest is None:
+        return None
     try:
-        return summary_of(verdict) if verdict else None
+        return BundleFacts.built(manifest, inspection.checked or manifest.parity).summary
     except InputError as error:
         return str(error)
 
@@ -132,7 +134,7 @@ def _network(inspection: Inspection) -> dict[str, object]:
     return {"network": {name: value for name, value in stored.items() if name not in KNOWN_ELSEWHERE}}
 
 
-def _checkpoint(checkpoint: Checkpoint) -> CheckpointFacts:
+def _checkpoint(checkpoint: Checkpoint) -> CheckpointDescription:
     card = card_for(checkpoint.model_type)
     exporting = {row["model_type"] for row in tried_classes()["classes"] if row["exports"]}
     recipe = card.name if card else "generic" if checkpoint.model_type in exporting else None
