@@ -12,11 +12,12 @@ ready := $(venv)/.ready
 # Two processes of one thread are faster than one of two: the same 1,500 tests took 67 s and 133 s.
 pytest := OMP_NUM_THREADS=1 $(bin)/python -m pytest
 
-.PHONY: help demo test test-slow-part test-oldest test-full test-wheel test-newest test-vllm test-examples test-ray test-gpu gpu gpu-rehearsal check bench peers soak fuzz sbom lock mutants trained image image-cuda site docs pictures clean
+.PHONY: help demo test test-ci test-slow-part test-oldest test-full test-wheel test-newest test-vllm test-examples test-ray test-gpu gpu gpu-rehearsal check bench peers soak fuzz sbom lock mutants trained image image-cuda site docs pictures clean
 
 help:
 	@echo 'make demo       build, check and run an engine from a tiny trained checkpoint, offline'
-	@echo 'make test       run the tests; budget: 5 minutes on two cores'
+	@echo 'make test       run the tests that take no seconds; budget: 4 minutes on two cores'
+	@echo 'make test-ci    run them and those that take seconds, as .ci/run does; 20 minutes'
 	@echo 'make test-slow-part  run the slow tests of what changes least often, as .ci/run does'
 	@echo 'make test-oldest  run a part of them with the oldest libraries that are supported'
 	@echo 'make test-full  run them all, also those that take minutes'
@@ -59,6 +60,9 @@ demo: $(ready)
 test: $(ready)
 	$(pytest) -n 2 --dist loadfile --no-loadscope-reorder
 
+test-ci: $(ready)
+	$(pytest) -n 2 --dist loadfile --no-loadscope-reorder -m 'not slow and not full and not gpu'
+
 # Slow tests whose subject a change seldom touches, so that nobody runs them by hand: builds that are killed,
 # starved or interrupted; real builds of the backends of which `make test` has one case or none; towers in every
 # precision of Qwen2-VL; recorded requests and builds of the other families; quantised and adapted checkpoints; the
@@ -97,7 +101,7 @@ test-full: $(ready)
 	touch $@
 
 test-oldest: .venv-oldest/.ready
-	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n 2 \
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n 2 -m 'not slow and not full and not gpu' \
 		tests/recipes tests/pruning tests/positions tests/integrations tests/vision tests/onnx/test_passes.py tests/onnx/test_integers.py \
 		tests/backends/test_contract.py tests/backends/test_onnxruntime.py tests/runtime/test_recorded_answers.py \
 		tests/reference/test_decoder_parts.py tests/backends/test_openvino.py::test_one_engine_gives_every_recorded_output \

@@ -79,6 +79,7 @@ def test_a_copy_of_a_shipped_recipe_builds_and_its_bundle_runs_with_that_file(pr
     assert (ran.code, "verdict stored" in ran.err) == (0, True), ran.err
 
 
+@pytest.mark.seconds
 def test_without_its_file_the_shipped_recipe_of_that_name_is_refused_by_digest(
     private, built, tmp_path, monkeypatch
 ):

@@ -24,7 +24,7 @@ from filelock import FileLock
 
 ROOT = Path(__file__).resolve().parents[1]
 LOG = ROOT / ".pytest_cache" / "thirty.json"
-LANES = {"fast": "make test", "full": "make test-full", "long": "make soak` and `make fuzz"}
+LANES = {"fast": "make test-ci", "full": "make test-full", "long": "make soak` and `make fuzz"}
 LANE = os.environ.get("VLEXPORT_LANE", "fast")
 EVERY = 0
 # Targets of tests/fuzz beside the manifest.

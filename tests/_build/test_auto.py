@@ -43,6 +43,7 @@ def choice(checkpoint: Path) -> Choice:
         return vlexport.choose(checkpoint)
 
 
+@pytest.mark.seconds
 def test_every_backend_has_a_row_and_every_precision_of_one_that_runs_here(choice: Choice) -> None:
     assert {candidate.backend for candidate in choice.candidates} == set(backend_names())
     here = {name for name in backend_names() if runs_here(find_backend(name))}
@@ -115,6 +116,7 @@ def test_plan_prints_the_table_and_the_plan_of_the_best_and_builds_nothing(
     assert (ran.code, "eager\tfloat32" in ran.out, "--most-error" in ran.err) == (2, True, True)
 
 
+@pytest.mark.seconds
 def test_what_only_measurements_take_is_refused_without_them_and_a_wrong_bound_with_them(
     checkpoint: Path, tmp_path: Path
 ) -> None:

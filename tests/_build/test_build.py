@@ -157,6 +157,7 @@ SPOILT = {
 }
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     "spoil",
     [
@@ -259,6 +260,7 @@ def begins(spec, monkeypatch):
     return begun
 
 
+@pytest.mark.seconds
 def test_only_a_bundle_that_passed_with_a_table_that_can_be_read_is_reused(begins, path):
     bundle = Bundle.open(path)
     for status in ("failed", "not_run", "blocked", "observed"):

@@ -240,6 +240,7 @@ def test_once_there_is_room_again_the_next_build_succeeds(checkpoint, tmp_path):
     assert [f"engines/{entry}" for entry in entries if not entry.startswith(".lock-")] == [path]
 
 
+@pytest.mark.seconds
 def test_a_read_only_folder_is_exit_code_2_before_anything_is_exported(checkpoint, tmp_path):
     program = f"""
         mkdir disk && mount -t tmpfs -o ro none disk || exit 9
@@ -422,6 +423,7 @@ except interrupts.Stopped as stop:
 """
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("imports", "work", "number", "code"),
     [

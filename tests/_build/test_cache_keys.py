@@ -90,6 +90,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.seconds
 def test_portable_graphs_from_the_cache_are_those_that_their_makers_make(monkeypatch):
     """Each family after all others have filled the cache, for every selector and without one."""
     tables = lambda packing, inputs: described("tables", packing.of, inputs)  # noqa: E731
@@ -205,6 +206,7 @@ def test_packages_for_another_machine_or_version_are_compiled_anew(monkeypatch, 
         assert len(packages(tmp_path, "evs", other, "float32", made=True)) == count, field.name
 
 
+@pytest.mark.seconds
 def test_every_argument_of_a_build_is_in_its_key_or_changes_no_file(tmp_path, monkeypatch):
     """A place, limits and what shows progress change no file; devices are those of TensorRT (test_keys)."""
     monkeypatch.setattr(key_, "digest_with_imports", lambda *_: "a" * 64)

@@ -118,6 +118,7 @@ def command(*words: str) -> str:
     return f"import runpy; sys.argv = {arguments!r}; runpy.run_module('vlexport', run_name='__main__')"
 
 
+@pytest.mark.seconds
 def test_doctor_names_each_missing_library(tmp_path) -> None:
     done = run(command("doctor"), XDG_DATA_HOME=str(tmp_path))
     rows = dict(line.split("\t", 1) for line in done.stdout.splitlines())

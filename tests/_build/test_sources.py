@@ -39,6 +39,7 @@ def test_a_file_that_a_recipe_does_not_import_leaves_its_digest(tree):
     assert {recipe: digest(recipe) for recipe in SHIPPED} == before
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     "recipe", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SHIPPED]
 )

@@ -262,6 +262,7 @@ def test_tensors_that_packages_do_not_take_run_eagerly(tmp_path):
         assert form == "eager: the package prunes by another method"
 
 
+@pytest.mark.seconds
 def test_a_package_is_compiled_once_and_again_where_its_copy_is_damaged(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     made: list[str] = []
@@ -315,6 +316,7 @@ def test_packages_of_a_gpu_are_called_in_another_process_before_they_are_kept(tm
     assert open_graphs(made, Folder(tmp_path / "bundle"), "float32").form == "compiled"
 
 
+@pytest.mark.seconds
 def test_a_compiler_that_crashes_ends_no_build(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", script(tmp_path, 'kill -SEGV "$PPID"; sleep 5'))

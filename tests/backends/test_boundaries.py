@@ -566,12 +566,14 @@ BORDERS = [
 POINTS = ("min", "opt", "max")
 
 
+@pytest.mark.seconds
 def test_every_symbol_of_the_form_has_borders_here(families):
     for kind, made in families.items():
         shown = {str(symbol) for spec in made.tower.engine.inputs for symbol in spec.symbols()}
         assert shown == set(made.calls) == set(SYMBOLS[made.tower.form][kind])
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("families", "kind", "symbol"), BORDERS, indirect=["families"])
 def test_on_the_border_the_answer_is_right_and_one_step_beyond_is_refused(families, kind, symbol):
     for name in NAMES:

@@ -72,6 +72,7 @@ MIXES = {
 }
 
 
+@pytest.mark.seconds
 def test_a_padded_call_gives_the_rows_of_the_call_itself(graph: Graph, calls) -> None:
     for name, grids in MIXES.items():
         given = inputs_of(graph, *grids)
@@ -221,6 +222,7 @@ def test_every_kernel_of_torch_leaves_rows_behind_the_last_bound_zero(monkeypatc
         assert torch.equal(rows[5:], torch.zeros(2, 2, 8))
 
 
+@pytest.mark.seconds
 def test_a_capture_that_failed_is_not_tried_again(graph: Graph, calls) -> None:
     tried = []
 
@@ -249,6 +251,7 @@ def test_a_capture_without_memory_is_tried_again(graph: Graph, calls) -> None:
     assert calls.num_replays == 1
 
 
+@pytest.mark.seconds
 def test_warming_up_captures_every_budget_once_and_the_largest_first(graph: Graph, calls) -> None:
     tried, plain = [], calls.capture
 

@@ -128,6 +128,7 @@ def test_a_package_wants_the_torch_and_the_processor_it_was_built_for() -> None:
     assert here.torch == torch.__version__
 
 
+@pytest.mark.seconds
 def test_building_without_a_compiler_is_refused_with_what_to_install(monkeypatch, tmp_path):
     checkpoint = Checkpoint.open(sharp_checkpoint(tmp_path / "checkpoint", depth=1))
     graph = export(recipe_for(checkpoint), checkpoint)

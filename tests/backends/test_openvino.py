@@ -57,6 +57,7 @@ def sharp(tmp_path_factory: pytest.TempPathFactory) -> BuiltTower:
     return build_tower(sharp_checkpoint(folder / "checkpoint", depth=2), "openvino", folder / "engine")
 
 
+@pytest.mark.seconds
 def test_one_engine_serves_any_mix_from_its_own_two_files(sharp: BuiltTower):
     found = [sharp.errors(items) for items in random_calls(30, WIDTH)]
     assert max(relative for relative, _ in found) < RELATIVE_L2
@@ -64,6 +65,7 @@ def test_one_engine_serves_any_mix_from_its_own_two_files(sharp: BuiltTower):
     assert sorted(path.name for path in sharp.files.iterdir()) == ["model.bin", "model.xml"]
 
 
+@pytest.mark.seconds
 def test_calls_after_large_ones_are_as_right(sharp: BuiltTower, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call here is a large one, after which buffers are released and the request is replaced."""
     monkeypatch.setattr(_engine, "KEPT_VALUES", 0)

@@ -49,6 +49,7 @@ def check_noise(tower: BuiltTower) -> None:
         assert ours[1] < TOKEN_RATIO * noise[1]
 
 
+@pytest.mark.seconds
 def test_noise_is_that_of_transformers_in_bfloat16(eager: BuiltTower) -> None:
     check_noise(eager)
 
@@ -66,6 +67,7 @@ def test_noise_of_others_is_that_of_transformers_too(backend: str, model: int, t
     check_noise(built(tmp_path, backend, model))
 
 
+@pytest.mark.seconds
 def test_positions_are_not_rounded(eager: BuiltTower) -> None:
     """Angles of a far patch differ by whole turns if frequencies or positions are bfloat16."""
     program = torch.export.load(eager.files / "program.pt2")
@@ -143,6 +145,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("bytes") / "tiny", depth=1, with_decoder=False)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_bytes_and_the_pixels_that_they_are_have_the_same_tokens(checkpoint, backend, tmp_path):
     tower = build_tower(checkpoint, backend, tmp_path / "engine", input_dtype="uint8")

@@ -40,6 +40,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoin
     }
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_form_equals_one_slice_at_a_time(checkpoints, version: str) -> None:
     checkpoint = checkpoints[version]

@@ -164,6 +164,7 @@ def test_a_disk_that_is_full_keeps_its_error_number(job: Job):
     assert raised.value.errno == 28
 
 
+@pytest.mark.seconds
 @REAL
 def test_a_file_of_timings_is_read_and_written_by_the_library(job: Job, tmp_path: Path):
     """TensorRT for RTX has the interface and keeps nothing there, so its file stays as small as it is."""

@@ -123,6 +123,7 @@ def test_other_backends_refuse_targets(checkpoint: Checkpoint):
         building.request(checkpoint, backend="eager", targets=("sm89",))
 
 
+@pytest.mark.seconds
 def test_a_profile_that_no_memory_holds_is_refused_by_name(checkpoint: Checkpoint, tmp_path: Path):
     graph = export(RECIPE, checkpoint, form="padded")
     with pytest.raises(UnsupportedError, match=r"profile 'any'.*image,video"):

@@ -75,6 +75,7 @@ def opened(request, tmp_path_factory):
     return engine, calls
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("count", [64, pytest.param(400, marks=pytest.mark.slow)])
 def test_eight_threads_get_what_one_gets(opened, count):
     engine, calls = opened

@@ -110,6 +110,7 @@ def test_a_build_requests_the_programs_types_and_shapes_and_counts_what_stays_in
     assert sum(partition["in_torch"].values()) == 2
 
 
+@pytest.mark.seconds
 def test_a_program_of_which_nothing_is_taken_is_refused(library: StandIn, checkpoint, tmp_path: Path):
     library.engines = 0
     with pytest.raises(UnsupportedError, match=r"took nothing of the program; 2 operators stay in torch"):
@@ -135,6 +136,7 @@ def test_where_it_cannot_run_the_reason_is_given(library, monkeypatch, versions,
     assert message in reason
 
 
+@pytest.mark.seconds
 def test_the_callers_graph_stays_where_it_is(library: StandIn, checkpoint, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(file, "DEVICE", "meta")
     spec = building.request(checkpoint, backend="torch_tensorrt", profile="thumbnail")

@@ -21,6 +21,7 @@ def peak(folder: Path) -> int:
     return ran.peak
 
 
+@pytest.mark.seconds
 def test_a_step_has_what_the_command_took(tmp_path):
     ran = python(f"print(len(bytearray(200 * {MIB})))", tmp_path)
     assert (ran.code, ran.out) == (0, f"{200 * MIB}\n")

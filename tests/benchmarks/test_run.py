@@ -214,6 +214,7 @@ def server_of(contender, windowed, folder):
     return Server(Job(contender=contender, tower=windowed, folder=folder, threads=1, gemm=(8, 16, 24)))
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("library", HERE)
 def test_a_bare_product_runs_in_every_library(library, windowed, tmp_path):
     """It is the yardstick; a library whose own is missing is held against another's."""

@@ -99,6 +99,7 @@ def cells_of(frame):
     return rows.reshape(CELLS, -1)
 
 
+@pytest.mark.seconds
 def test_a_page_is_flat_but_for_its_text_or_has_noise_in_every_cell():
     flat = 0
     for scene in drawn("page"):
@@ -141,6 +142,7 @@ def test_the_ground_under_a_moving_camera_pans_by_half_or_whole_cells_and_stands
     assert found == {("video", 0), *(("camera", pan) for pan in (-28, -14, 14, 28))}
 
 
+@pytest.mark.seconds
 def test_every_word_of_a_question_is_one_token_and_special_tokens_keep_their_numbers(untrained):
     tokenizer = Tokenizer.from_file(str(untrained / "tokenizer.json"))
     assert [tokenizer.token_to_id(name) for name in SPECIAL_TOKENS] == [

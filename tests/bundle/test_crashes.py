@@ -53,6 +53,7 @@ def staging_folders(into: Path) -> list[str]:
     return sorted(path.name for path in into.glob(".staging-*"))
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("old", [False, True], ids=["a first build", "a replacing build"])
 def test_a_build_killed_at_any_moment_leaves_no_half_bundle(into, data, old, record_property):
     count = cases("kills of a stored entry") // 2
@@ -109,6 +110,7 @@ def forks() -> Iterator[Callable[..., dict[str, Any]]]:
         orders.close()
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("before", [None, b"old"], ids=["a first store", "a replacing store"])
 def test_a_store_that_is_killed_or_fails_at_any_operation_leaves_the_old_entry_or_the_new_one(
     tmp_path, forks, before, record_property
@@ -157,6 +159,7 @@ def test_a_killed_holder_of_the_lock_keeps_nobody_waiting(into, data, record_pro
     assert staging_folders(into) == []
 
 
+@pytest.mark.seconds
 def test_builders_of_one_entry_do_the_work_once(into, data, record_property):
     entries = [f"entry{number}" for number in range(cases("rounds of 8 builders"))]
     record_property("rounds of 8 builders", len(entries))
@@ -170,6 +173,7 @@ def test_builders_of_one_entry_do_the_work_once(into, data, record_property):
     assert staging_folders(into) == []
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("force", [[], ["--force"]], ids=["kept", "replaced"])
 def test_builders_without_locks_leave_valid_entries(into, data, force, record_property):
     entries = [f"entry{number}" for number in range(cases("rounds of 8 builders without locks"))]
@@ -226,6 +230,7 @@ def race(into: Path, data: Path, num_readers: int, num_reads: int) -> Counter[st
     return outcomes
 
 
+@pytest.mark.seconds
 def test_readers_meet_a_whole_entry_while_it_is_replaced_or_none(into, data, record_property):
     allowed = {
         "whole",

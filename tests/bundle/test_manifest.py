@@ -77,6 +77,7 @@ def test_a_manifest_cannot_be_changed_through_the_values_it_was_made_of() -> Non
         verdict.table["rows"] = 4  # type: ignore[index]
 
 
+@pytest.mark.seconds
 @given(
     st.dictionaries(st.text(st.characters(exclude_categories=["Cs"]), max_size=5), JSON_VALUES, max_size=5)
 )

@@ -149,6 +149,7 @@ def test_what_the_safetensors_library_refuses_is_refused(
 FLIPS = st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), min_size=1, max_size=4)
 
 
+@pytest.mark.seconds
 @pytest.mark.thirty("damaged safetensors files", cases("damaged safetensors files"))
 @settings(max_examples=cases("damaged safetensors files"), deadline=None, derandomize=True)
 @given(flips=FLIPS, cut=st.integers(0, 9))

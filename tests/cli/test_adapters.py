@@ -81,6 +81,7 @@ def origin_of(bundle):
     return found
 
 
+@pytest.mark.seconds
 def test_a_bundle_gives_the_tokens_of_the_model_that_peft_merged(adapted, merged, checkpoint):
     patches = torch.randn(8 * 12, 1176, generator=torch.Generator().manual_seed(1))
     item = MediaItem(kind="image", patches=patches, grid=(1, 8, 12))
@@ -92,6 +93,7 @@ def test_a_bundle_gives_the_tokens_of_the_model_that_peft_merged(adapted, merged
     assert (plain - expected).norm() / expected.norm() > 0.1
 
 
+@pytest.mark.seconds
 def test_the_adapter_is_in_name_manifest_plan_and_inspect(adapted, adapter, built, checkpoint, engines):
     digest = Adapter.open(adapter).digest
     assert adapted != built

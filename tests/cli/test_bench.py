@@ -23,6 +23,7 @@ def timed(built):
     return ran.document
 
 
+@pytest.mark.seconds
 def test_a_bundle_is_timed_with_its_reference_and_a_twin(timed, built):
     reference, bundle, twin = timed["contenders"]
     assert [reference["name"], bundle["name"], twin["name"]] == [
@@ -52,6 +53,7 @@ def test_tokens_are_compared_with_the_reference(timed):
     assert timed["contenders"][1]["peak_bytes"] is None
 
 
+@pytest.mark.seconds
 def test_the_callers_media_are_what_is_sent(built, image, video):
     ran = vlexport("bench", built, "--image", image, "--video", video, "--fps", 2, "--rounds", 1, "--json")
     assert ran.code == 0, ran.err
@@ -59,6 +61,7 @@ def test_the_callers_media_are_what_is_sent(built, image, video):
     assert ran.document["patches"] == 4 * 8 + 4 * 6 * 8
 
 
+@pytest.mark.seconds
 def test_files_are_timed_alone_at_their_own_size(built, image, video, files, tmp_path):
     ran = vlexport("bench", built, image, video, "--fps", 2, "--rounds", 1, "--json")
     assert ran.code == 0, ran.err
@@ -75,6 +78,7 @@ def test_files_are_timed_alone_at_their_own_size(built, image, video, files, tmp
     assert "times of 2 files" in vlexport("compare", files("before"), tmp_path / "calls.json").err
 
 
+@pytest.mark.seconds
 def test_the_table_of_files_names_them_and_a_folder_of_media_is_no_bundle(built, image):
     ran = vlexport("bench", built, image.parent, "--rounds", 1, "--threads", 1)
     assert ran.code == 0, ran.err
@@ -87,6 +91,7 @@ def test_the_table_of_files_names_them_and_a_folder_of_media_is_no_bundle(built,
     assert f"{image}: 32 patches, 8 tokens" in ran.err
 
 
+@pytest.mark.seconds
 def test_files_that_cannot_be_timed_are_refused_before_anything_is(built, image, tmp_path):
     assert "absent.png" in vlexport("bench", built, image, tmp_path / "absent.png").err
     refused = vlexport("bench", built, image, "--image", image)
@@ -99,6 +104,7 @@ def test_files_that_cannot_be_timed_are_refused_before_anything_is(built, image,
     assert "round" not in refused.err
 
 
+@pytest.mark.seconds
 def test_the_table_has_a_row_for_everybody(built):
     ran = vlexport("bench", built, *SHORT)
     assert ran.code == 0, ran.err
@@ -110,6 +116,7 @@ def test_the_table_has_a_row_for_everybody(built):
     ]
 
 
+@pytest.mark.seconds
 def test_a_bundle_that_failed_its_check_is_refused_unless_the_caller_insists(failed, wrong_recipe):
     words = ("bench", failed, "--recipe", wrong_recipe, *SHORT)
     assert vlexport(*words).code == 3
@@ -118,6 +125,7 @@ def test_a_bundle_that_failed_its_check_is_refused_unless_the_caller_insists(fai
     assert ran.document["contenders"][1]["relative_l2"] > 1e-3
 
 
+@pytest.mark.seconds
 def test_bundles_of_other_weights_are_refused(built, bundle):
     made = Bundle.open(bundle).manifest
     other = replace(made, checkpoint=replace(made.checkpoint, weights="0" * 64))
@@ -128,6 +136,7 @@ def test_bundles_of_other_weights_are_refused(built, bundle):
     assert "bundles of several weights or recipes given" in ran.err
 
 
+@pytest.mark.seconds
 def test_a_checkpoint_that_is_gone_is_given_with_against(bundle, checkpoint, tmp_path):
     moved = shutil.copytree(checkpoint, tmp_path / "moved")
     assert vlexport("bench", bundle, *SHORT, "--checkpoint", moved).code == 0

@@ -131,6 +131,7 @@ def test_limits_make_a_profile_and_go_into_the_manifest(checkpoint, engines):
     assert max(each.max for each in profile.ranges.values()) < 100
 
 
+@pytest.mark.seconds
 def test_files_are_compared_at_their_own_sizes_where_a_bundle_is_there_already(
     checkpoint, engines, built, image, video
 ):

@@ -124,6 +124,7 @@ def made_with(bundle, version):
     Trust.of().record(made.digest(), "built")
 
 
+@pytest.mark.seconds
 def test_a_portable_bundle_opens_with_a_newer_library_once_it_passed_its_check_there(bundle, monkeypatch):
     monkeypatch.setattr(eager.Eager, "reads_older", True)
     made_with(bundle, "2.10.0")
@@ -173,6 +174,7 @@ def test_layers_are_shown_block_by_block_and_in_the_one_document(bundle):
     assert found["table"]["layers"]["first_bad"] is None
 
 
+@pytest.mark.seconds
 def test_parity_against_other_weights_leaves_the_verdict_alone(bundle, tiny):
     before = digest(bundle)
     ran = vlexport("check", bundle, "--accuracy", "--checkpoint", tiny(seed=5), "--json")
@@ -212,6 +214,7 @@ def moved(bundle, source):
     return digest(bundle)
 
 
+@pytest.mark.seconds
 def test_a_source_that_changed_since_the_build_does_not_condemn_the_bundle(bundle, tiny):
     before = moved(bundle, tiny(seed=6))
     assert vlexport("trust", bundle, before).code == 0
@@ -222,6 +225,7 @@ def test_a_source_that_changed_since_the_build_does_not_condemn_the_bundle(bundl
     assert digest(bundle) == before
 
 
+@pytest.mark.seconds
 def test_a_source_that_is_gone_can_be_named_anew(bundle):
     assert vlexport("trust", bundle, moved(bundle, "/nowhere/any/more")).code == 0
     ran = vlexport("check", bundle, "--accuracy")
@@ -296,6 +300,7 @@ def test_inspect_in_plain_words_has_a_line_for_each_tensor_and_symbol(built):
     assert "mappingproxy" not in ran.out
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     "name",
     [
@@ -319,6 +324,7 @@ def test_a_bundle_of_every_recipe_passes_its_check_again_from_disk(name, tmp_pat
     assert Bundle.open(bundle).verdict.status == "passed"
 
 
+@pytest.mark.seconds
 def test_media_of_ones_own_have_a_row_each_at_their_size(bundle, video, tmp_path, monkeypatch):
     page = Image.new("RGB", (130, 90), "white")
     page.paste("black", (10, 10, 60, 20))

@@ -53,6 +53,7 @@ def test_the_version_goes_to_stdout():
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, f"{package.__version__}\n", "")
 
 
+@pytest.mark.seconds
 def test_exit_codes_and_documents_reach_the_shell():
     ran = command("build", "nowhere")
     assert (ran.returncode, ran.stdout) == (2, "")
@@ -70,6 +71,7 @@ def test_a_reader_that_has_enough_is_no_error():
     assert process.wait() == 0
 
 
+@pytest.mark.seconds
 def test_a_stream_that_is_closed_is_no_error_and_no_file_takes_its_place(tmp_path):
     for closed in (">&-", "2>&-", "<&-", ">&- 2>&- <&-"):
         ran = subprocess.run(["sh", "-c", f"'{SCRIPT}' list {closed}"], capture_output=True, check=False)
@@ -103,6 +105,7 @@ def test_a_terminal_gets_tables_with_lines_and_without_colours_where_those_are_o
     assert not COLOUR.search(shown)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("width", ["40", "80"])
 def test_a_narrow_terminal_gets_digests_and_paths_whole(built, width):
     code, _, shown = on_a_terminal("inspect", built, NO_COLOR="1", COLUMNS=width)
@@ -124,6 +127,7 @@ def test_the_last_line_of_stdout_is_the_path_while_a_terminal_shows_progress(che
     assert not COLOUR.search(shown)
 
 
+@pytest.mark.seconds
 def test_a_dumb_terminal_gets_plain_lines(built, checkpoint):
     words = ("build", checkpoint, "--backend", "eager", "--output-dir", built.parent)
     _, _, shown = on_a_terminal(*words, stdout=subprocess.PIPE, TERM="dumb", NO_COLOR="1")

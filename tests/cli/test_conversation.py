@@ -33,6 +33,7 @@ def turns(*parts):
     return [{"role": roles[at % 2], "content": part} for at, part in enumerate(parts)]
 
 
+@pytest.mark.seconds
 def test_answers_are_those_of_the_whole_conversation(talk, built, checkpoint, image, video, tmp_path):
     moved = tmp_path / "a photo.png"
     moved.write_bytes(image.read_bytes())
@@ -49,6 +50,7 @@ def test_answers_are_those_of_the_whole_conversation(talk, built, checkpoint, im
     assert (f"image: {moved}" in told, f"video: {video}" in told) == (True, True)
 
 
+@pytest.mark.seconds
 def test_a_line_that_cannot_be_served_costs_no_other(talk, built, checkpoint, image, video):
     lines = (
         "/prune 2",
@@ -71,6 +73,7 @@ def test_a_line_that_cannot_be_served_costs_no_other(talk, built, checkpoint, im
     assert out == ["", "", "", "", "", "", f"{pruned}\n", "", f"{alone}\n", ""]
 
 
+@pytest.mark.seconds
 def test_files_of_the_command_wait_for_the_first_question(talk, built, checkpoint, image):
     (_, answer, _), told = talk("what?", words=(image,))
     with load(built, checkpoint=checkpoint) as pipeline:

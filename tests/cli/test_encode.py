@@ -49,6 +49,7 @@ def test_items_are_numbered_by_kind_in_the_order_given(encode, image, video):
     assert torch.equal(found["image.0.embeds"], found["image.1.embeds"])
 
 
+@pytest.mark.seconds
 def test_stdout_is_the_file_and_stderr_or_json_names_its_tensors(built, image, tmp_path):
     out = tmp_path / "x.safetensors"
     words = ("encode", built, "--image", image, "--output", out)
@@ -73,6 +74,7 @@ def test_an_interrupt_says_what_is_kept_of_one_file(built, image, tmp_path, monk
     assert f"{out}: nothing is kept: one file is whole or absent." in ran.err
 
 
+@pytest.mark.seconds
 def test_folders_globs_and_stdin_are_media(built, image, tmp_path, monkeypatch):
     folder, out = tmp_path / "photos", tmp_path / "x.safetensors"
     folder.mkdir()
@@ -95,6 +97,7 @@ def test_folders_globs_and_stdin_are_media(built, image, tmp_path, monkeypatch):
         assert reason in ran.err
 
 
+@pytest.mark.seconds
 def test_files_are_images_or_videos_by_their_content(built, image, video, tmp_path):
     photo, clip = (tmp_path / name for name in ("photo.dat", "clip.dat"))
     photo.write_bytes(image.read_bytes())
@@ -117,6 +120,7 @@ def test_files_are_images_or_videos_by_their_content(built, image, video, tmp_pa
     assert torch.equal(shard["item.1.embeds"], expected["video.0.embeds"])
 
 
+@pytest.mark.seconds
 def test_embeddings_go_to_stdout(built, image, tmp_path):
     done = subprocess.run([SCRIPT, "encode", built, image, "-q", "-o", "-"], capture_output=True, check=True)
     assert done.stderr == b""
@@ -128,6 +132,7 @@ def test_embeddings_go_to_stdout(built, image, tmp_path):
     assert (ran.code, "--output - given with --json" in ran.err) == (2, True)
 
 
+@pytest.mark.seconds
 def test_the_file_names_what_made_it_and_no_folder_of_this_machine(built, image, video, tmp_path):
     out = tmp_path / "x.safetensors"
     words = ("encode", built, "--image", image, "--video", video, "--fps", 2, "--prune", 0.5, "--output", out)
@@ -142,6 +147,7 @@ def test_the_file_names_what_made_it_and_no_folder_of_this_machine(built, image,
     assert not [value for value in found.values() if "/" in value]
 
 
+@pytest.mark.seconds
 def test_pruning_adds_kept_and_mask_to_videos_and_leaves_images_alone(encode, image, video):
     words = ("--image", image, "--video", video, "--fps", 2)
     whole, pruned = encode(*words), encode(*words, "--prune", 0.5)
@@ -157,6 +163,7 @@ def test_pruning_adds_kept_and_mask_to_videos_and_leaves_images_alone(encode, im
     assert set(pruned) - set(whole) == {"video.0.kept", "video.0.mask"}
 
 
+@pytest.mark.seconds
 def test_how_videos_were_pruned_is_told_and_a_reason_once(built, video, tmp_path, monkeypatch):
     words = (
         "encode",
@@ -194,6 +201,7 @@ WHOLE = {
 }
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("case", WHOLE)
 def test_a_method_for_media_that_are_not_given_is_told_with_one_that_is_for_these(
     built, image, tmp_path, case
@@ -211,16 +219,19 @@ def test_a_method_for_media_that_are_not_given_is_told_with_one_that_is_for_thes
         assert "image.0 kept 4 of 8 tokens" in ran.err
 
 
+@pytest.mark.seconds
 def test_images_alone_can_be_pruned_without_a_rate_of_frames(encode, image):
     assert set(encode("--image", image, "--prune", 0.5)) == {"image.0.embeds", "image.0.grid"}
 
 
+@pytest.mark.seconds
 def test_a_failed_bundle_runs_when_that_is_requested(failed, wrong_recipe, image, tmp_path):
     words = ("--recipe", wrong_recipe, "--image", image, "--output", tmp_path / "x.safetensors")
     ran = vlexport("encode", failed, "--allow-failed", *words)
     assert ran.code == 0, ran.err
 
 
+@pytest.mark.seconds
 def test_an_older_result_is_replaced_and_keeps_ordinary_rights(encode, image, tmp_path):
     out = tmp_path / "features.safetensors"
     out.write_bytes(b"old")
@@ -230,12 +241,14 @@ def test_an_older_result_is_replaced_and_keeps_ordinary_rights(encode, image, tm
     assert stat.S_IMODE(out.stat().st_mode) == stat.S_IMODE(fresh.stat().st_mode)
 
 
+@pytest.mark.seconds
 def test_the_number_of_threads_changes_rounding_alone(encode, image):
     one, two = (encode("--image", image, "--threads", count)["image.0.embeds"] for count in (1, 2))
     # Measured: up to 5.1e-7 in PyTorch; room for other processors.
     assert (one - two).norm() < 2e-6 * one.norm()
 
 
+@pytest.mark.seconds
 def test_a_full_disk_leaves_the_older_result(built, image, tmp_path, monkeypatch):
     import safetensors.torch
     from safetensors import SafetensorError
@@ -278,6 +291,7 @@ def test_a_result_of_nothing_is_not_written(built, tmp_path):
     assert not out.exists()
 
 
+@pytest.mark.seconds
 def test_embeddings_are_compared_by_their_digests(built, image, tmp_path):
     words = ("encode", built, "--image", image, "--image", image)
     files = [tmp_path / f"{name}.safetensors" for name in "ab"]
@@ -299,6 +313,7 @@ def test_embeddings_are_compared_by_their_digests(built, image, tmp_path):
     assert (refused.code, "no embeddings of vlexport" in refused.err) == (2, True)
 
 
+@pytest.mark.seconds
 def test_an_index_of_a_collection_is_a_file_of_digests(built, image, tmp_path):
     (tmp_path / "list").write_text(f"{image}\nmissing.png\n")
     folders = [tmp_path / name for name in "ab"]

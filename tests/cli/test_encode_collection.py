@@ -64,6 +64,7 @@ def shelf(built, tmp_path, monkeypatch):
     return encode
 
 
+@pytest.mark.seconds
 def test_shards_hold_what_one_file_holds_and_say_what_made_it(built, shelf, video, tmp_path):
     words = ("--image", "photos", "--video", video, "--fps", 2, "--prune", 0.5)
     ran = shelf(*words, "--shard-items", 8)
@@ -90,6 +91,7 @@ def test_shards_hold_what_one_file_holds_and_say_what_made_it(built, shelf, vide
     assert index(Path("out"))[7]["kind"] == "video"
 
 
+@pytest.mark.seconds
 def test_parquet_has_the_shards_values_a_row_for_each_item(shelf, video):
     Path("photos/0001.png").write_bytes(b"damaged")
     words = ("--image", "photos", "--video", video, "--fps", 2, "--prune", 0.5)
@@ -118,6 +120,7 @@ def test_parquet_without_its_library_is_refused_before_anything_is_encoded(shelf
     assert "pip install 'vlexport[parquet]'" in ran.err
 
 
+@pytest.mark.seconds
 def test_a_run_goes_on_with_what_has_no_sound_shard(shelf):
     assert shelf("--image", "photos").code == 0
     out = Path("out")
@@ -139,6 +142,7 @@ def test_a_run_goes_on_with_what_has_no_sound_shard(shelf):
     assert [path.name for path in out.iterdir() if path.name[0] == "."] == [".lock"]
 
 
+@pytest.mark.seconds
 def test_bad_items_fail_alone_and_are_tried_again_once_they_have_changed(shelf):
     Path("photos/0001.png").write_bytes(b"no picture")
     Path("photos/0003.png").unlink()
@@ -161,6 +165,7 @@ def test_bad_items_fail_alone_and_are_tried_again_once_they_have_changed(shelf):
     torch.testing.assert_close(first["item.1.embeds"], second["item.2.embeds"])
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("program", "code"),
     [("os.kill(os.getpid(), signal.SIGKILL)", 7), ("raise ImportError('libav.so.1: cannot open')", 4)],
@@ -192,6 +197,7 @@ def test_an_item_that_has_changed_is_encoded_again_and_one_that_is_gone_stays(sh
     ]
 
 
+@pytest.mark.seconds
 def test_lists_of_paths_and_of_json_lines_come_from_files_and_stdin(shelf, video, monkeypatch):
     lines = ["photos/0000.png", "", json.dumps({"video": str(video), "id": 7, "caption": "left alone"})]
     stdin = SimpleNamespace(buffer=io.BytesIO("\n".join(lines).encode()))
@@ -218,6 +224,7 @@ def test_lists_of_paths_and_of_json_lines_come_from_files_and_stdin(shelf, video
         assert not Path("other").exists()
 
 
+@pytest.mark.seconds
 def test_a_longer_list_is_gone_on_with_and_another_one_refused(shelf):
     paths = [f"photos/{at:04}.png" for at in range(7)]
     Path("list").write_text("\n".join(paths[:3]))
@@ -237,6 +244,7 @@ def test_a_longer_list_is_gone_on_with_and_another_one_refused(shelf):
     assert contents(Path("out")) == before
 
 
+@pytest.mark.seconds
 def test_what_does_not_fit_the_folder_is_refused(built, shelf, bundle, image):
     assert shelf("--image", "photos").code == 0
     before = contents(Path("out"))
@@ -270,6 +278,7 @@ def test_results_among_the_media_are_no_media(shelf):
     assert (ran.code, ran.document["kept"]) == (0, 7)
 
 
+@pytest.mark.seconds
 def test_a_disk_that_fails_once_before_the_first_item_leaves_a_folder_that_can_be_used(shelf, monkeypatch):
     def failing(_):
         if Path("out", collection.SETTINGS).exists():

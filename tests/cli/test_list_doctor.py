@@ -193,6 +193,7 @@ def test_doctor_deep_compares_pixels_positions_and_pruning_with_stored_values():
     assert not {*deep} & {each["name"] for each in vlexport("doctor", "--json").document["findings"]}
 
 
+@pytest.mark.seconds
 def test_a_library_that_resizes_or_counts_otherwise_is_exit_code_4(monkeypatch):
     plain = F.interpolate
     monkeypatch.setattr(

@@ -100,6 +100,7 @@ def test_a_new_backend_passes_its_own_test_and_is_found_until_it_changes(
     assert build(tmp_path, checkpoint, "--backend", mine) != bundle, "its source is a part of the key"
 
 
+@pytest.mark.seconds
 def test_files_of_entry_points_are_found_and_a_broken_one_costs_no_other(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

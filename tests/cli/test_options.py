@@ -18,6 +18,7 @@ from vlexport.specs import SHORT_DTYPES, backend_name
 GROUP: Any = get_command(app)
 
 
+@pytest.mark.seconds
 def test_h_is_help(subtests):
     for words in ((), *((name,) for name in GROUP.commands)):
         with subtests.test(words):
@@ -26,6 +27,7 @@ def test_h_is_help(subtests):
             assert "-h, --help" in short.out
 
 
+@pytest.mark.seconds
 def test_short_names_of_dtypes_are_those_of_torch(checkpoint, tmp_path, subtests):
     rtx = ("--backend", "tensorrt_rtx", "--targets", "sm89", "--profile", "thumbnail")
     for short, name in SHORT_DTYPES.items():
@@ -38,6 +40,7 @@ def test_short_names_of_dtypes_are_those_of_torch(checkpoint, tmp_path, subtests
             assert found[0].document == found[1].document
 
 
+@pytest.mark.seconds
 def test_the_decoder_takes_short_names_of_dtypes(built, checkpoint):
     words = ("run", built, "--checkpoint", checkpoint, "--prompt", "a", "--max-new-tokens", 2, "--json")
     short, long = (vlexport(*words, "--dtype", dtype) for dtype in ("bf16", "bfloat16"))
@@ -92,6 +95,7 @@ def test_a_file_of_options_that_makes_no_sense_is_refused(checkpoint, tmp_path, 
     assert words in ran.err
 
 
+@pytest.mark.seconds
 def test_the_page_is_what_the_commands_print():
     made = script("docs/generate_cli.py")
     assert made.PAGE.read_text(encoding="utf-8") == made.reference(), "run `make docs`"
@@ -108,6 +112,7 @@ def test_every_option_of_every_command_has_a_help_text():
     assert bare == []
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -134,6 +139,7 @@ def test_backends_have_short_names(checkpoint, tmp_path):
     ]  # fmt: skip
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("words", "offered"),
     [

@@ -362,6 +362,7 @@ VERBS = {
 }
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_refusal_has_its_exit_code_and_what_to_do(worlds, subtests, verb):
     table, command = VERBS[verb]

@@ -92,6 +92,7 @@ def problems(text):
     return wrong + [f"nothing has {flag}" for flag in flags if flag not in EVERY and flag not in FOREIGN]
 
 
+@pytest.mark.seconds
 def test_every_command_and_flag_in_a_text_of_the_library_is_one_that_the_program_takes():
     found, count = {}, 0
     for path, line, text in texts():
@@ -118,6 +119,7 @@ def printed(text, verb):
     return shlex.split(line)[1:]
 
 
+@pytest.mark.seconds
 def test_what_is_printed_about_a_bundle_of_a_private_recipe_names_its_file_and_runs(
     failed, failed_build, wrong_recipe, image, tmp_path
 ):

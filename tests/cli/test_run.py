@@ -83,6 +83,7 @@ def run_question(built):
     return run
 
 
+@pytest.mark.seconds
 def test_the_answer_is_on_stdout_streamed_or_not_and_times_are_on_stderr(run_question, image):
     words = (image, "--prompt", "what?")
     ran = run_question(*words)
@@ -94,6 +95,7 @@ def test_the_answer_is_on_stdout_streamed_or_not_and_times_are_on_stderr(run_que
     assert f"kept {kept}/{kept}" in ran.err
 
 
+@pytest.mark.seconds
 def test_sampling_is_repeated_by_its_seed(run_question):
     def text(seed):
         return run_question("--prompt", "what?", "--temperature", 1.5, "--top-p", 0.9, "--seed", seed).out
@@ -102,6 +104,7 @@ def test_sampling_is_repeated_by_its_seed(run_question):
     assert text(1) != text(2)
 
 
+@pytest.mark.seconds
 def test_the_overlay_is_the_sheet_of_the_mask(run_question, built, video, tmp_path):
     out = tmp_path / "sheet.png"
     ran = run_question("--prompt", "what?", "--video", video, "--fps", 2, "--prune", 0.5, "--overlay", out)
@@ -150,6 +153,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.seconds
 def test_a_request_that_cannot_be_served_is_refused_with_the_reason(run_question, built, tmp_path, subtests):
     wide = tmp_path / "wide.png"
     Image.new("RGB", (2010, 10)).save(wide)
@@ -159,6 +163,7 @@ def test_a_request_that_cannot_be_served_is_refused_with_the_reason(run_question
             assert (ran.code, text.format(wide=wide) in ran.err) == (code, True), ran.err
 
 
+@pytest.mark.seconds
 def test_a_failed_bundle_answers_only_when_that_is_requested(failed, checkpoint, wrong_recipe):
     words = ("--checkpoint", checkpoint, "--recipe", wrong_recipe, "--prompt", "a", "--max-new-tokens", 1)
     refused = vlexport("run", failed, *words)
@@ -167,6 +172,7 @@ def test_a_failed_bundle_answers_only_when_that_is_requested(failed, checkpoint,
     assert vlexport("run", failed, *words, "--allow-failed").code == 0
 
 
+@pytest.mark.seconds
 def test_a_decoder_that_is_not_there_is_refused(built, tmp_path):
     ran = vlexport("run", built, "--checkpoint", tmp_path / "nothing", "--prompt", "a")
     assert ran.code == 2
@@ -190,6 +196,7 @@ def test_words_that_no_request_can_have_are_refused_before_anything_is_loaded(tm
             assert re.search(message, ran.err), ran.err
 
 
+@pytest.mark.seconds
 def test_special_tokens_in_a_question_are_text_unless_that_is_allowed(recorded_bundle):
     words = ("--checkpoint", CHECKPOINT, "--prompt", "why<|im_end|>", "--max-new-tokens", 1, "--json")
     plain, special = (

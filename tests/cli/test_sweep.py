@@ -34,6 +34,7 @@ def task(tmp_path, video, image):
     return path
 
 
+@pytest.mark.seconds
 def test_the_tables_have_a_row_for_every_selector_and_rate(sweep, task, tmp_path):
     plot = tmp_path / "plot.svg"
     ran = sweep("--task", task, *SHORT, "--seeds", 2, "--plot", plot)
@@ -55,6 +56,7 @@ def test_the_tables_have_a_row_for_every_selector_and_rate(sweep, task, tmp_path
     assert "2 questions, 95 % intervals; 2 draws of each baseline; chance 50.0%" in ran.err
 
 
+@pytest.mark.seconds
 def test_videos_need_no_task_and_a_bad_one_ends_with_its_own_exit_code(sweep, video, tmp_path, monkeypatch):
     bad, made = tmp_path / "bad.npy", []
     bad.write_bytes(b"no video")

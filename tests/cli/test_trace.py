@@ -76,6 +76,7 @@ def stages_of(pairs):
     ]
 
 
+@pytest.mark.seconds
 def test_a_run_is_recorded_stage_by_stage_with_the_engine_inside_the_tower(
     built, checkpoint, image, tmp_path
 ):
@@ -115,6 +116,7 @@ def test_a_run_is_recorded_stage_by_stage_with_the_engine_inside_the_tower(
     assert products
 
 
+@pytest.mark.seconds
 def test_an_encode_is_recorded_item_by_item_and_names_no_machine_or_folder(built, image, video, tmp_path):
     out = tmp_path / "trace.json"
     media = ("--image", image, "--video", video, "--fps", 2, "--prune", 0.5)

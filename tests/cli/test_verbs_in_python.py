@@ -131,6 +131,7 @@ def calls(checkpoint: Path, built: Path, bundle: Path, tmp_path: Path, image: Pa
     }
 
 
+@pytest.mark.seconds
 def test_results_are_what_json_prints(calls, subtests):
     assert {name.partition(" ")[0] for name in calls} == {*VERBS} - {"build", "bench", "sweep"}
     for name, (words, call) in calls.items():
@@ -142,6 +143,7 @@ def test_results_are_what_json_prints(calls, subtests):
             assert documents[0] == documents[1]
 
 
+@pytest.mark.seconds
 def test_a_bench_is_what_json_prints_but_for_times(built):
     (timings,) = vlexport.bench([built], size=(56, 84), rounds=1, threads=1)
     documents = [as_json(timings), printed("bench", built, "--size", "56x84", "--rounds", 1, "--threads", 1)]

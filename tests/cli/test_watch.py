@@ -30,6 +30,7 @@ def play(built, checkpoint):
     return run
 
 
+@pytest.mark.seconds
 def test_answers_are_those_of_run_on_the_clip_so_far(play, built, checkpoint, film, tmp_path):
     ran = play(film, "--fps", 4, "--ask", "1:what?", "--ask", "90:and then?", "--json")
     assert ran.code == 0, ran.err
@@ -58,6 +59,7 @@ class Stdin(io.TextIOWrapper):
         return self.is_terminal
 
 
+@pytest.mark.seconds
 def test_frames_of_stdin_that_are_cut_off_are_a_clip_too(play, film, monkeypatch):
     frames = b"".join(
         b"P6\n%d %d\n255\n" % frame.shape[1::-1] + frame.numpy().tobytes()
@@ -75,6 +77,7 @@ def test_frames_of_stdin_that_are_cut_off_are_a_clip_too(play, film, monkeypatch
         assert ours["token_ids"] == theirs["token_ids"]
 
 
+@pytest.mark.seconds
 def test_lines_that_are_typed_are_questions(play, film, monkeypatch):
     monkeypatch.setattr(sys, "stdin", Stdin(b"what?\n\nand then?\n", is_terminal=True))
     ran = play(film, "--fps", 8)

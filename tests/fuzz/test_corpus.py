@@ -7,6 +7,7 @@ from tests.strangers.mutations import mutate_json
 from tests.thirty import cases
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", TARGETS)
 def test_every_kept_input_is_read_or_refused(name, subtests):
     assert len(list(corpus(name))) >= 3

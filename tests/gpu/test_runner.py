@@ -83,6 +83,7 @@ def ceilings(folder: Path) -> dict[str, list[dict]]:
     return {"machine": rows_of("machine", folder, StandIn())}
 
 
+@pytest.mark.seconds
 def test_the_ceilings_are_amounts_over_the_clocks_seconds(ceilings) -> None:
     rows = {row["name"]: row for row in ceilings["machine"]}
     assert rows["matmul"]["rate"] == pytest.approx(2 * TINY.matmul**3 / SECONDS)
@@ -111,6 +112,7 @@ def test_a_tower_that_is_wrong_fails_its_step_after_all_rows(folder: Path, ceili
         next(rows)
 
 
+@pytest.mark.seconds
 def test_every_size_is_captured_and_frames_are_compared(folder: Path, ceilings) -> None:
     rows = rows_of("captures", folder, StandIn(), ceilings, rounds=1)
     assert [row["name"] for row in rows] == [
@@ -135,6 +137,7 @@ def test_pruning_is_timed_by_itself_and_inside_a_graph(folder: Path, ceilings) -
     assert plain["evs_floor_us"] == pytest.approx(1e6 * evs_seconds(1024, 256, TINY.model.out, rates))
 
 
+@pytest.mark.seconds
 def test_the_decoder_reads_and_writes(folder: Path, ceilings) -> None:
     eager, compiled = rows_of("decoder", folder, StandIn(), ceilings)
     assert eager["tokens_per_s"] == pytest.approx(1 / (2 * SECONDS))
@@ -236,6 +239,7 @@ def test_results_are_on_disk_after_every_row(tmp_path: Path, monkeypatch) -> Non
     assert seen == [0, 1, 2, 2]
 
 
+@pytest.mark.seconds
 def test_a_run_that_is_ended_leaves_no_child_and_keeps_its_rows(tmp_path: Path) -> None:
     words = ["--device", "cpu", "--sizes", "tiny", "--steps", "machine", "--out", str(tmp_path / "out")]
     temporary = {**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}

@@ -81,6 +81,7 @@ def test_settings_are_those_of_additional_config_and_others_are_refused(subtests
         BundleSettings.of({"vlexport": {"bundle": "a", "threads": "2"}})
 
 
+@pytest.mark.seconds
 def test_rows_are_normalised_once_and_come_in_the_models_dtype(tower: EngineSession) -> None:
     module = BundleTower(tower, attributes(tower))
     assert list(module.parameters()) == []
@@ -351,6 +352,7 @@ def test_a_model_prunes_and_places_several_media_and_without_a_rate_is_vllms_own
     model.visual.session.engine.close()
 
 
+@pytest.mark.seconds
 def test_pruning_is_refused_with_options_that_would_move_positions_and_for_families_without(
     vllm: SimpleNamespace, tower: EngineSession, bundle: Path
 ) -> None:

@@ -61,6 +61,7 @@ def share(rank: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.seconds
 def test_ranks_that_are_idle_give_rows_of_the_dtype_of_the_others(tmp_path: Path) -> None:
     spawn(share, (tmp_path,), nprocs=2)
     for rank in range(2):

@@ -174,6 +174,7 @@ def outcomes(tmp_path_factory):
     return hostile.read_all("image", picture(), TABLE, tmp_path_factory.mktemp("hostile"))
 
 
+@pytest.mark.seconds
 @pytest.mark.thirty("hostile images", len(TABLE))
 def test_a_hostile_image_is_refused_or_read(outcomes):
     assert hostile.wrong(outcomes[0], TABLE) == {}

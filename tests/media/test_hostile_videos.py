@@ -159,6 +159,7 @@ def outcomes(tmp_path_factory):
     return hostile.read_all("video", video(), TABLE, tmp_path_factory.mktemp("hostile"))
 
 
+@pytest.mark.seconds
 @pytest.mark.thirty("hostile videos", len(TABLE))
 def test_a_hostile_video_is_refused_or_read(outcomes):
     assert hostile.wrong(outcomes[0], TABLE) == {}
@@ -188,6 +189,7 @@ def replaced(monkeypatch, code, started=STARTED):
     monkeypatch.setattr(videos, "START", started + code)
 
 
+@pytest.mark.seconds
 def test_a_decoder_that_hangs_is_stopped_at_the_deadline(monkeypatch, tmp_path):
     mark = tmp_path / "pid"
     code = f"import os, time; open({str(mark)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
@@ -274,6 +276,7 @@ def test_a_decoder_for_which_the_system_has_no_process_is_short_of_resources(mon
         read_video(video())
 
 
+@pytest.mark.seconds
 def test_a_decoder_starts_under_limits_that_are_lower_than_its_own():
     code = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_DATA, (2**30, 2**30)); "
@@ -296,6 +299,7 @@ def children() -> set[int]:
     return found
 
 
+@pytest.mark.seconds
 @pytest.mark.skipif(sys.platform != "linux", reason="children are listed in /proc")
 def test_no_decoder_is_left_behind_after_a_refusal():
     before = children()
@@ -315,6 +319,7 @@ def test_a_folder_a_pipe_and_a_url_are_refused(tmp_path):
         read_video("rtsp://host/stream")
 
 
+@pytest.mark.seconds
 def test_a_file_read_from_its_middle_is_read_from_its_start(tmp_path):
     path = tmp_path / "video.mkv"
     path.write_bytes(video("mkv", "mjpeg", 200))

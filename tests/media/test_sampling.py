@@ -32,6 +32,7 @@ def transformers_indices(total, rate, fps, *, least=4, most=768, multiple=2):
     return [index for index in indices if index < total]
 
 
+@pytest.mark.seconds
 @given(
     st.integers(2, 3000),
     st.sampled_from([1, 10, 24, 25, 30, 60, Fraction(24000, 1001), Fraction(30000, 1001)]),

@@ -34,6 +34,7 @@ def shows(pixels, numbers):
     return all(abs(grey(number) - level) < BLUR for number, level in zip(numbers, levels, strict=True))
 
 
+@pytest.mark.seconds
 def test_frames_are_sampled_at_even_steps(subtests):
     for form, codec in KINDS:
         with subtests.test(f"{form} {codec}"):
@@ -52,6 +53,7 @@ def test_a_file_with_sound_is_read():
     assert shows(read_video(video(with_sound=True), fps=5.0), range(0, 20, 2))
 
 
+@pytest.mark.seconds
 def test_two_frames_a_second_are_taken_unless_a_sampling_or_a_rate_is_given():
     assert shows(read_video(video(num=40, rate=10)), range(0, 40, 5))
     sampling = Sampling(frames_per_second=1, min_frames=3, max_frames=9, multiple=3)
@@ -60,6 +62,7 @@ def test_two_frames_a_second_are_taken_unless_a_sampling_or_a_rate_is_given():
     assert shows(read_video(video(num=8, rate=4), fps=2.0, sampling=sampling), [0, 2, 4, 6])
 
 
+@pytest.mark.seconds
 def test_short_files_give_what_they_have_in_whole_groups():
     for num, expected in ((1, [0]), (2, [0, 1]), (3, [0, 1]), (5, [0, 1, 2, 3])):
         assert shows(read_video(video(num=num)), expected)
@@ -74,6 +77,7 @@ def test_at_a_variable_rate_frames_are_taken_by_time(form):
     assert pixels.seconds == (0.0, 0.2, 1.2, 1.2)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("matrix", "turns"),
     [((0, 1, -1, 0), -1), ((-1, 0, 0, -1), 2), ((0, -1, 1, 0), 1), ((1, 0, 0, 1), 0)],
@@ -92,6 +96,7 @@ def test_a_video_taken_on_its_side_is_turned_upright(matrix, turns):
     assert np.abs(turned[middles].astype(int) - expected[middles].astype(int)).max() < BLUR
 
 
+@pytest.mark.seconds
 def test_the_content_decides_and_not_the_name(tmp_path):
     for name in ("video.png", "video", "a video with spaces.mkv", "-video.mp4"):
         path = tmp_path / name
@@ -113,6 +118,7 @@ def test_a_file_of_exactly_the_limits_is_read():
     assert len(read_video(video(), limits=limits).frames) == 4
 
 
+@pytest.mark.seconds
 def test_a_file_over_a_limit_is_refused_with_the_way_out(subtests):
     for limits, words in (
         (MediaLimits(max_pixels=3071), r"64x48 pixels, at most 3071 in all expected\. Shrink it"),

@@ -27,7 +27,13 @@ from vlexport.recipe import recipe_folder
 TESTS = Path(__file__).resolve().parents[1]
 PACKAGE = TESTS.parent / "vlexport"
 REFERENCE, BROKEN = "reference", "broken"
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "COLUMNS": "300"}
+ENVIRONMENT = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "COLUMNS": "300",
+    "PYTEST_ADDOPTS": "-m 'not slow and not full and not gpu'",
+}
 # What judgements load besides the classes of one family.
 LIBRARIES = (
     "torch.export", "torch._inductor", "pytest", "numpy", "PIL.Image", "jinja2", "tokenizers",

@@ -46,6 +46,7 @@ SAMPLE = {
 }
 
 
+@pytest.mark.seconds
 def test_every_bug_finds_its_place_in_the_code():
     lost, recipes = {}, recipe_folder()
     for bug in all_bugs():

@@ -45,6 +45,7 @@ def program() -> torch.export.ExportedProgram:
     return torch.export.export(Attend(), (inputs_of(RUNS[1]),), dynamic_shapes=(shapes,), strict=False)
 
 
+@pytest.mark.seconds
 def test_the_function_equals_the_operator(program: torch.export.ExportedProgram) -> None:
     model = to_onnx.to_onnx(program, dict.fromkeys(inputs_of(RUNS[1]), ()), {"out": ()})
     for runs in RUNS:
@@ -77,6 +78,7 @@ def dense_inputs(dtype: torch.dtype) -> dict[str, Tensor]:
     return dict(zip("qkv", rows, strict=True)) | {"seen": seen}
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("dtype", "free", "groups"),
     [

@@ -38,6 +38,7 @@ def test_a_row_of_zeros_stays_one_and_disturbs_no_other() -> None:
     assert scale[0] == 0
 
 
+@pytest.mark.seconds
 def test_every_matrix_of_every_block_becomes_integers_and_nothing_else_does(graph, model) -> None:
     weights = dict(graph.program.state_dict)
     plain = Counter(node.op_type for node in model.graph)["Gemm"]

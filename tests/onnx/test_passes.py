@@ -26,11 +26,13 @@ EXPECTED = {"norm": 2 * DEPTH + 1, "gated_unit": DEPTH, "rotary": 2 * DEPTH, "ro
 ROUNDING = 5e-6
 
 
+@pytest.mark.seconds
 def test_the_translated_model_equals_the_program(graph, model, inputs):
     expected = graph.program.module()(inputs)["embeds"]
     torch.testing.assert_close(run(model, inputs), expected, atol=ROUNDING, rtol=0)
 
 
+@pytest.mark.seconds
 def test_a_model_names_no_folder_of_this_machine(graph: Graph) -> None:
     """The exporter writes its call stack beside every node: paths of the builder in every bundle."""
     content = ir.to_proto(translated(graph, unguarded=False)).SerializeToString()
@@ -147,6 +149,7 @@ def test_every_axis_that_varies_has_the_name_that_the_manifest_gives_it(model, g
     assert "tokens" in inside
 
 
+@pytest.mark.seconds
 def test_weights_lie_beside_the_model_under_a_relative_name(graph: Graph, tmp_path: Path) -> None:
     find_backend("onnxruntime").build(graph, Options(), tmp_path)
     model = ir.load(tmp_path / "model.onnx")

@@ -120,6 +120,7 @@ def random_items(source: random.Random, recipe: Any, config: Any) -> list[MediaI
     return items
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("name", "count"), CALLS)
 def test_tables_equal_those_of_the_host_on_random_calls(family, name, count):
     found, recipe, config = family(name)
@@ -167,6 +168,7 @@ def test_tables_that_read_numbers_on_the_host_are_refused_with_what_to_write(tmp
         portable.tables_graph(packing, inputs)
 
 
+@pytest.mark.seconds
 def test_files_of_the_cache_are_used_while_they_are_whole(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     made = []
@@ -206,6 +208,7 @@ def pruned(
     ]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_any_video_is_pruned_and_placed_as_by_the_runtime(method):
     source, generator = random.Random(0), torch.Generator().manual_seed(0)
@@ -234,6 +237,7 @@ def test_the_time_between_frames_is_1_where_frames_are_counted():
         assert torch.equal(block[0], 2 * (kept // 4))
 
 
+@pytest.mark.seconds
 def test_frames_are_items_where_time_is_written_out(family):
     """As docs/portable.md describes; a frame of which nothing is left is the marker behind it."""
     found, _, _ = family("qwen3_vl")

@@ -63,6 +63,7 @@ def test_a_profile_that_no_sample_fits_blocks(subject_of):
     assert report.status in ("blocked", "not_run")
 
 
+@pytest.mark.seconds
 def test_a_reference_that_is_zero_throughout_blocks_and_names_the_cause(tmp_path, climb):
     path = write_tiny_qwen2_5_vl(tmp_path / "tower", depth=1, with_decoder=False) / "model.safetensors"
     tensors = load_file(path)
@@ -93,6 +94,7 @@ class Silent(Runner):
         return {}
 
 
+@pytest.mark.seconds
 def test_an_engine_that_breaks_or_gives_nothing_fails_and_a_machine_that_is_too_small_stops(subject_of):
     subject = subject_of()
     report = run_with(Broken(RuntimeError("a kernel is missing")), subject)
@@ -141,6 +143,7 @@ def test_float64_truth_is_nearer_to_itself_than_float32_is(truths):
     assert 1e-8 < wide.floor["embeds"].relative_l2 < 1e-5
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_a_half_precision_tower_passes_by_ratio_to_its_own_noise(subject_of, climb, dtype):
     limits = {"float32": LIMIT, dtype: CAPS[dtype]}
@@ -152,6 +155,7 @@ def test_a_half_precision_tower_passes_by_ratio_to_its_own_noise(subject_of, cli
     assert max(ratios) < 1.3
 
 
+@pytest.mark.seconds
 @pytest.mark.thirty("results that are none", 1)
 def test_a_tower_without_a_limit_of_its_precision_is_blocked(subject_of, climb):
     assert climb(subject_of(limits={})).status == "blocked"
@@ -163,6 +167,7 @@ def round_keys(tower):
         block.mlp.register_forward_hook(lambda _, __, out: (out * 8).round() / 8)
 
 
+@pytest.mark.seconds
 def test_a_smaller_type_inside_a_half_precision_tower_exceeds_the_ratio(subject_of, climb):
     limits = {"float32": LIMIT, "bfloat16": CAPS["bfloat16"]}
     report = climb(subject_of(dtype="bfloat16", limits=limits, change=round_keys), stop=False)
@@ -179,6 +184,7 @@ def spoil(index):
     return change
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("index", [9, *(pytest.param(index, marks=pytest.mark.slow) for index in (0, 5))])
 def test_a_deep_tower_is_checked_block_by_block(subject_of, climb, index):
     report = climb(subject_of(depth=10, change=spoil(index)))
@@ -261,6 +267,7 @@ def canary_of(subject):
     return row
 
 
+@pytest.mark.seconds
 @pytest.mark.thirty("results that are none", 1)
 def test_wrong_answers_are_refused_in_every_check(subject_of):
     row = canary_of(subject_of())
@@ -268,6 +275,7 @@ def test_wrong_answers_are_refused_in_every_check(subject_of):
     assert row.note == "2 kinds"
 
 
+@pytest.mark.seconds
 def test_a_check_that_never_looks_at_the_engine_fails(subject_of, monkeypatch):
     subject = subject_of()
     tower, answers_to = subject.tower(), Checker.answers_to

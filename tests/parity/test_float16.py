@@ -97,6 +97,7 @@ def test_the_report_names_the_fp32_layers_and_what_overflows_without_them(spiky:
     assert "blocks.0.mlp, blocks.1, blocks.1.mlp" not in naive.note
 
 
+@pytest.mark.seconds
 def test_every_fp32_layer_is_needed(spiky: Checkpoint):
     for lost in SPIKED:
         fp32_layers = {name: dtype for name, dtype in SPIKED.items() if name != lost}
@@ -154,6 +155,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return Checkpoint.open(str(folder))
 
 
+@pytest.mark.seconds
 def test_what_overflows_is_found_and_nothing_is_lost_with_it_in_float32(checkpoint: Checkpoint):
     fp32_layers = measure_fp32_layers(SLICED, checkpoint, "padded")
     assert fp32_layers == SPIKED_SLICED

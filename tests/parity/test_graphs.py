@@ -183,6 +183,7 @@ def portable_failed(graphs: Portable, pace: Pace) -> set[str]:
     return {row.check for row in rows if row.verdict == "failed"}
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", PACES)
 def test_portable_graphs_pass_at_the_pace_of_their_recipe(name):
     assert portable_failed(portable(PACES[name]), PACES[name]) == set()

@@ -153,11 +153,13 @@ def judged(subject, **options):
         return [each for each in climb.dtype() if each.level == "L2"]
 
 
+@pytest.mark.seconds
 def test_a_program_that_rounds_otherwise_passes_though_single_calls_are_over_the_limit(sliced):
     rows = judged(sliced)
     assert {each.verdict for each in rows} == {"passed"}
     assert any("alone" in each.note for each in rows)
 
 
+@pytest.mark.seconds
 def test_a_program_that_loses_twice_as_much_fails(sliced):
     assert "failed" in {each.verdict for each in judged(sliced, louder=0.05)}

@@ -194,6 +194,7 @@ def test_blocks_in_float64_get_the_rows_of_float32(sharp):
     assert exact.after("image", "embeds") is None
 
 
+@pytest.mark.seconds
 def test_a_check_computes_a_large_call_in_float64_where_it_is_over_its_limit(sharp):
     """Noise of 1e-4 is over the limit of the small call, and a tenth of what float32 loses on the large."""
     subject = sharp("query and key rows x 6")

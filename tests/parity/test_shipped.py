@@ -61,6 +61,7 @@ def shipped(towers, tmp_path_factory):
 OPENVINO = pytest.param("openvino", marks=pytest.mark.slow)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("tower", ["windows", pytest.param("slices", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["onnxruntime", OPENVINO])
 def test_weights_and_blocks_of_a_right_engine_pass(shipped, tower, name):

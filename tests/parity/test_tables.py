@@ -164,6 +164,7 @@ def test_frames_of_a_group_are_counted_once(sliced):
     assert [packing.num_tokens(each) for each in items] == wanted
 
 
+@pytest.mark.seconds
 def test_a_table_without_a_rule_is_reported_as_unchecked(subject_of):
     class Strange(GridPacking):
         def prepare(self, media, layout):

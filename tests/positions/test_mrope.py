@@ -285,6 +285,7 @@ def check_compiled(name, smallest, most, backend="aot_eager"):
 
 # With sizes of 2 and more, and with sizes of 1 among them. A first call whose sizes happen to coincide
 # costs one compilation more, and so does each size of 1.
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_positions_compile_at_most_twice_and_a_few_times_with_sizes_of_1(name):
     check_compiled(name, 2, 2)

@@ -79,6 +79,7 @@ def arguments(sizes, num_levels, seed):
     return torch.randn(num_tokens, width, generator=generator), visual, features, slots, width
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("smallest", "limit"), [(2, 2), (1, 5)])
 def test_sixty_shapes_need_few_compilations_and_no_graph_breaks(smallest, limit):
     torch._dynamo.reset()

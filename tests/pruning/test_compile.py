@@ -101,6 +101,7 @@ def mask_of(case, selection):
     )
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("form", "dtype"), QUICK)
 def test_recorded_masks_with_a_clean_cut_are_equal_in_every_form(build, form, dtype):
     selection = build(EXACT, form, dtype)

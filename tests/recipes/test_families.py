@@ -83,6 +83,7 @@ def test_a_config_survives_its_json(checkpoints, name):
     assert recipe.parse_config(json.loads(json.dumps(encode(config)))) == config
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", list(map(case, CHECKPOINTS)))
 def test_items_together_and_apart_have_the_rows_of_the_reference_in_every_layout(checkpoints, name):
     checkpoint = checkpoints(name)
@@ -153,6 +154,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("name", "file", "setting", "value", "message"), [case(*refused) for refused in REFUSED]
 )

@@ -157,6 +157,7 @@ def test_infinity_in_settings_is_read_as_transformers_writes_it():
     assert model.config.text_config.time_step_limit == [0.0, float("inf")]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("model_type", ["lfm2_vl", *slow(PICTURES[1:])])
 def test_a_picture_of_one_shape_gives_the_rows_of_the_class_and_others_are_refused(model_type, tmp_path):
     checkpoint = Checkpoint.open(write_checkpoint(model_type, tmp_path / "tiny"))
@@ -453,6 +454,7 @@ def test_a_picture_goes_from_the_shell_to_the_rows_of_transformers(model_type, t
     assert lacks in refused.err
 
 
+@pytest.mark.seconds
 def test_the_list_of_classes_shows_which_export_and_why_others_fail():
     listed = vlexport("list", "--all", "--json").document["transformers"]
     assert listed == json.loads(json.dumps(tried_classes()))

@@ -119,6 +119,7 @@ def recorded_items(case: Case) -> list[MediaItem]:
     return [MediaItem(kind="image", patches=patches, grid=grid, slices=slices, frame_groups=groups)]
 
 
+@pytest.mark.seconds
 def test_tokens_equal_the_recorded_ones(tmp_path: Path) -> None:
     for number, case in enumerate(cases("minicpm_tower", "run")):
         folder = tmp_path / f"recorded-{number}"
@@ -189,6 +190,7 @@ def assert_equal_tokens(found: torch.Tensor, wanted: torch.Tensor) -> None:
     assert worst < WORST_TOKEN
 
 
+@pytest.mark.seconds
 def test_one_onnx_engine_serves_any_mix(line: Line) -> None:
     source = random.Random(1)
     for _ in range(25):

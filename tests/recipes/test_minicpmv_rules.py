@@ -79,6 +79,7 @@ def test_the_tower_that_the_oldest_release_only_names_is_known(tmp_path: Path) -
     assert (tower.side, tower.patch) == (27, 14)
 
 
+@pytest.mark.seconds
 def test_the_model_with_speech_is_served_by_the_same_recipe(tmp_path: Path) -> None:
     checkpoint = checkpoint_of(tmp_path, small("2.6"), model_type="minicpmo")
     assert recipe_for(checkpoint).name == "minicpmv"

@@ -79,6 +79,7 @@ MIXES = random_mixes(200, 12_000)
 WIDTH = 96
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("mixes", [MIXES[:40], pytest.param(MIXES[40:], marks=pytest.mark.slow)], ids=len)
 def test_random_mixes_agree_with_transformers(sharp, mixes):
     found = [sharp.errors(random_items(mix, WIDTH, seed)) for seed, mix in enumerate(mixes)]

@@ -119,6 +119,7 @@ def leave_in_order_of_blocks(tower: Any) -> None:
     tower.level = lambda name, x, _: tower.deepstack_merger_list[list(tower.levels).index(name)](x)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("change", "cause"),
     [(None, ""), (spoil_weights, VALUE), (exchange_levels, VALUE), (leave_in_order_of_blocks, ORDER)],

@@ -133,6 +133,7 @@ def recorded(case: dict[str, Any]) -> tuple[Request, dict[str, torch.Tensor]]:
     return request, tensors
 
 
+@pytest.mark.seconds
 def test_prompts_masks_positions_and_tokens_equal_the_recorded_ones(pipelines, subtests):
     for case in pipelines.truths:
         with subtests.test(case["name"]):
@@ -151,6 +152,7 @@ def test_prompts_masks_positions_and_tokens_equal_the_recorded_ones(pipelines, s
             assert set(answer.forms.values()) <= {"compiled"}
 
 
+@pytest.mark.seconds
 def test_requests_among_others_get_the_tokens_they_get_alone(pipelines):
     chosen = [case for case in pipelines.truths if case["layout"] != "bare"]
     pipeline = pipelines(chosen[0])
@@ -183,6 +185,7 @@ def plain_positions(answer: Answer, ids: dict[str, int]) -> list[list[int]]:
     return [list(row) for row in zip(*columns, strict=True)]
 
 
+@pytest.mark.seconds
 def test_requests_that_break_the_other_runtime_follow_the_plain_rule(timed, subtests):
     for case in timed.cases:
         if case["truth"]:

@@ -176,6 +176,7 @@ def picture(seed, frames):
     return torch.where(moving[..., None, None], cells, cells[:1]).to(torch.uint8)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("name", "kind"), [(name, kind) for name in RULES for kind in RULES[name].kinds])
 def test_a_rule_keeps_the_cells_that_plain_numbers_keep(name, kind, record_property):
     for seed in range(cases(NUMBERS[kind])):

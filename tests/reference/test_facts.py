@@ -116,6 +116,7 @@ def test_towers_equal_their_reference_in_float64(version: str, tmp_path: Path) -
     assert error < WIDE, error
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_field_of_a_sliced_config_is_the_fact_of_its_release(version: str, tmp_path: Path) -> None:
     for drop_last in (False, True):

@@ -105,6 +105,7 @@ def rewritten(spec: BuildSpec, folder, change) -> str:
     return digest(request(Checkpoint.open(copy), backend=BACKEND.name))
 
 
+@pytest.mark.seconds
 def test_any_byte_of_any_weight_is_in_the_key(spec: BuildSpec, tmp_path) -> None:
     """One bit at the start, in the middle and at the end of the largest tensors of the tower."""
     names = spec.recipe.weight_names(spec.checkpoint, spec.recipe.read_config(spec.checkpoint)).values()
@@ -141,6 +142,7 @@ def test_one_tensor_larger_than_any_buffer_is_hashed_to_its_end(tmp_path) -> Non
     assert len(set(digests)) == len(digests)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     "file", ["config.json", "preprocessor_config.json", "video_preprocessor_config.json"]
 )

@@ -54,6 +54,7 @@ CALLS_OF = {"windows": GRID_CALLS, "frames": GRID_CALLS, "native": NATIVE_CALLS}
 CALLS = [(tower, call) for tower in TOWERS for call in CALLS_OF.get(tower, SLICE_CALLS)]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("tower", "call"), CALLS)
 def test_large_calls_equal_the_reference_in_every_layout(tower: str, call: str, tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(write_checkpoint(tmp_path / "checkpoint", TOWERS[tower], seed=0))

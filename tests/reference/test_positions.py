@@ -177,6 +177,7 @@ def assert_same_in_chunks(
     assert shift == 1 + max(map(max, wanted), default=-1) - length
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("batch", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.thirty("prompts beside the walk of their positions", 400)
 def test_positions_of_random_prompts_whole_pruned_and_in_chunks_are_those_of_the_walk(batch: int) -> None:
@@ -274,6 +275,7 @@ class TimedPrompt:
             self.blocks.append(video.channels_5L)
 
 
+@pytest.mark.seconds
 def test_prompts_that_write_time_as_text_are_the_un_pruned_walk_minus_the_dropped_tokens() -> None:
     for seed in range(200):
         prompt = TimedPrompt(seed)

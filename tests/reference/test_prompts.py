@@ -85,6 +85,7 @@ def expanded(checkpoint, kinds, *, pruned: bool):
     return made.expand(marked, items, LIMITS), items
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("pruned", [False, True])
 @pytest.mark.parametrize("kinds", ORDERS, ids="-".join)
 def test_ids_are_those_of_their_processor(windowed, kinds, pruned) -> None:
@@ -288,6 +289,7 @@ def room_for(item: MediaItem, number: int, rows: int) -> PromptItem:
     return PromptItem(item=item, number=number, num_rows=rows, count_frames=lambda: each)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("layout", [None, "bare"])
 @pytest.mark.parametrize("kinds", ORDERS, ids="-".join)
 def test_ids_with_written_times_are_those_of_their_processor(spelled, kinds, layout):

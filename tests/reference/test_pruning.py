@@ -234,6 +234,7 @@ def farthest(rows: list[list[float]], count: int, weights: list[int]) -> list[in
     return chosen
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("most", [1024, 5])
 @pytest.mark.parametrize("width", [1, 2, 7, 33])
 @pytest.mark.parametrize("asks", [False, True])

@@ -260,6 +260,7 @@ def test_levels_that_the_files_of_qwen3_vl_leave_out_are_refused_where_its_two_p
     assert recipe.read_config(Checkpoint.open(path)).rule.mean == (0.5,) * 3
 
 
+@pytest.mark.seconds
 def test_a_unit_other_than_that_of_the_tower_is_refused(tmp_path: Path) -> None:
     for name in ("patch_size", "merge_size", "temporal_patch_size"):
         settings = {**COMMON, **BOUNDS, name: COMMON[name] + 2}

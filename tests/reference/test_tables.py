@@ -101,6 +101,7 @@ def test_windows_and_frames_are_those_of_the_sizes(windowed, layout) -> None:
         assert_right(windowed, items, layout)
 
 
+@pytest.mark.seconds
 def test_numbers_of_many_tokens_fit_their_type(windowed) -> None:
     sides = (2 * 110, 2 * -(-MANY_TOKENS // 110))
     assert_right(windowed, [blank("image", [sides], windowed.row_width)], "grouped")
@@ -112,6 +113,7 @@ def sliced(folder, version: str):
     return recipe.packing(recipe.read_config(checkpoint)), facts_of(checkpoint)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("version", VERSIONS)
 def test_slices_groups_and_places_are_those_of_the_sizes(version, tmp_path) -> None:
     packing, facts = sliced(tmp_path, version)

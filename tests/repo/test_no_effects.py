@@ -5,6 +5,8 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 from tests.repo.tree import ROOT, library_files, relative
 
 HEAVY = ("torch", "transformers", "onnx", "onnxruntime", "numpy", "huggingface_hub", "av", "PIL")
@@ -60,6 +62,7 @@ def _loaded_after(code):
     ]
 
 
+@pytest.mark.seconds
 def test_importing_changes_nothing_and_the_light_half_loads_no_heavy_library():
     assert _loaded_after("import vlexport, vlexport.recipe, vlexport.cli") == "[]"
     code = textwrap.dedent("""
@@ -123,6 +126,7 @@ push empty there
 """
 
 
+@pytest.mark.seconds
 def test_what_needs_no_engine_is_refused_before_torch_is_imported(tmp_path):
     """Importing torch takes a second or two, and a wrong request needs none of it."""
     (tmp_path / "empty").mkdir()

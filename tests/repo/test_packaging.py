@@ -30,6 +30,7 @@ def wheel(tmp_path_factory):
     return next(out.glob("*.whl"))
 
 
+@pytest.mark.seconds
 def test_the_wheel_holds_every_file_and_finds_its_recipes_without_the_checkout(wheel, tmp_path):
     data = [
         "recipes/README.md",

@@ -98,6 +98,7 @@ def held_to_its_own_tower(case: Case, subtests: Any) -> None:
     assert torch.equal(answers(model, calls["one image"])[0], own["one image"][0])
 
 
+@pytest.mark.seconds
 def test_tokens_and_structures_are_those_of_the_own_tower_which_is_gone_and_comes_back(llava, subtests):
     held_to_its_own_tower(llava, subtests)
 
@@ -108,6 +109,7 @@ def test_so_they_are_for_rows_with_grids_and_for_tiles(name, tmp_path, subtests)
     held_to_its_own_tower(case_of(name, tmp_path / name), subtests)
 
 
+@pytest.mark.seconds
 def test_other_instances_keep_their_tower_and_threads_share_the_engine(llava):
     other = type(llava.model).from_pretrained(llava.folder).eval()
     calls = dict(calls_of(other))
@@ -126,6 +128,7 @@ def test_other_instances_keep_their_tower_and_threads_share_the_engine(llava):
     llava.model.zero_grad()
 
 
+@pytest.mark.seconds
 def test_half_precision_takes_rows_of_its_dtype(llava):
     model = type(llava.model).from_pretrained(llava.folder, dtype=torch.bfloat16).eval()
     pixels = pixels_of(owner_of(model), 2)
@@ -136,6 +139,7 @@ def test_half_precision_takes_rows_of_its_dtype(llava):
     assert (rows - own).norm() < 0.05 * own.norm()
 
 
+@pytest.mark.seconds
 def test_what_does_not_fit_is_refused_and_leaves_the_model_as_it_was(llava, tmp_path):
     model, bundle = llava.model, llava.bundle
     with pytest.raises(MisfitError, match=r"LlavaModel\), and Linear has no such part"):
@@ -174,6 +178,7 @@ def test_what_does_not_fit_is_refused_and_leaves_the_model_as_it_was(llava, tmp_
             model.get_image_features(torch.zeros(1, 3, 8, 8))
 
 
+@pytest.mark.seconds
 def test_weights_that_cannot_be_read_again_keep_the_model_attached(llava, tmp_path):
     model = type(llava.model).from_pretrained(llava.folder).eval()
     model.name_or_path = str(tmp_path)

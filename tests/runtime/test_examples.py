@@ -35,6 +35,7 @@ def photo(tmp_path):
     return tmp_path / "photo.png"
 
 
+@pytest.mark.seconds
 def test_the_service_answers_encodes_and_refuses(bundles, fresh, photo, monkeypatch):
     monkeypatch.setenv("BUNDLE", str(bundles("eager")))
     monkeypatch.setenv("CHECKPOINT", str(CHECKPOINT))
@@ -73,6 +74,7 @@ def test_the_service_answers_encodes_and_refuses(bundles, fresh, photo, monkeypa
         assert client.post("/embeddings", content=b"text").status_code == 400
 
 
+@pytest.mark.seconds
 def test_transformers_generates_on_embeddings_what_it_generates_on_pixels(bundles, fresh, photo, capsys):
     bundle = bundles("eager")
     example("transformers_generate").main(str(CHECKPOINT), str(bundle), str(photo), "why?")
@@ -94,6 +96,7 @@ def test_transformers_generates_on_embeddings_what_it_generates_on_pixels(bundle
     assert len(printed) > 5
 
 
+@pytest.mark.seconds
 def test_the_notebook_runs_from_top_to_bottom(bundles):
     notebook = json.loads((ROOT / "examples" / "first_hour.ipynb").read_text(encoding="utf-8"))
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]

@@ -171,6 +171,7 @@ def rows_of(
             yield family, kind, *(forms.get(stage, "-") for stage in STAGES)
 
 
+@pytest.mark.seconds
 def test_the_page_has_the_forms_of_every_backend_and_a_compiled_one_was_called(
     families, packages, tmp_path, monkeypatch
 ):
@@ -210,6 +211,7 @@ def test_what_packages_do_not_take_runs_eagerly_and_says_why(
     assert len(said) == len(set(said)) == 3
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", backend_names())
 def test_a_build_plans_packages_for_where_rows_arrive(name, packages, monkeypatch):
     backend = find_backend(name)

@@ -121,6 +121,7 @@ def test_keys_of_equal_bytes_differ_by_shape_dtype_and_meaning(record_property: 
     record_property("cache keys", pairs)
 
 
+@pytest.mark.seconds
 def test_an_item_among_others_has_the_embeddings_that_it_has_alone(
     answering: Pipeline, record_property: Note
 ) -> None:
@@ -286,6 +287,7 @@ def changed(name: str, content: bytes) -> bytes:
     return bytes(len(content))
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", ["model.onnx", "model.weights"])
 def test_an_engine_opened_while_its_files_are_swapped_is_the_right_one_or_none(
     name: str,

@@ -83,6 +83,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.seconds
 def test_a_value_that_no_request_can_have_is_refused_where_it_is_made(subtests):
     for name, (given, message) in REFUSED.items():
         with subtests.test(name), pytest.raises(InputError, match=message):
@@ -188,6 +189,7 @@ def hostile() -> list[Request]:
     ]
 
 
+@pytest.mark.seconds
 def test_forty_of_fifty_requests_are_answered_as_alone_beside_ten_that_break(pipeline):
     requests = [good(number) for number in range(40)]
     bad = hostile()

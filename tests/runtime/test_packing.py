@@ -164,6 +164,7 @@ def mixed(opened: Pipeline) -> list[MediaItem]:
     return [opened.preprocess(each) for each in MIXED]
 
 
+@pytest.mark.seconds
 def test_rows_equal_those_of_items_and_the_recorded_ones(answering: Pipeline, subtests) -> None:
     for name in SEEN:
         with subtests.test(name):

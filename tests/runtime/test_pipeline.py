@@ -262,6 +262,7 @@ def test_a_pruned_prompt_is_written_with_the_rows_that_the_mask_leaves_of_each_f
             assert film.num_kept == sum(rows)
 
 
+@pytest.mark.seconds
 def test_threads_share_a_pipeline_and_get_the_answers_of_one(bundles, language):
     requests = []
     for number in range(24):

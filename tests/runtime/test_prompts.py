@@ -262,6 +262,7 @@ ENDLESS = {
 }
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", [*ENDLESS, pytest.param("loops", marks=pytest.mark.slow)])
 def test_a_template_without_an_end_is_refused_and_leaves_no_process(name: str) -> None:
     template = ChatTemplate({**ENDLESS, "loops": LOOP}[name], {}, Path("place"))

@@ -79,6 +79,7 @@ def test_rows_are_those_of_the_chosen_cells_by_the_class_of_transformers(opened,
 E2E = {"qwen2_vl": "e2e_qwen2_vl", "qwen2_5_vl": "e2e", "qwen3_vl": "e2e_qwen3_vl"}
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("family", E2E)
 def test_an_answer_is_that_of_transformers_on_the_kept_rows(family, shared):
     from transformers import AutoModelForImageTextToText
@@ -136,6 +137,7 @@ def test_contrast_is_for_images_and_the_others_leave_them_whole(opened):
         assert ("video" in kinds) == (opened.encode(still(3), prune_before=choice).kept is not None)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("text", ["static:0.5", "static:0.97", "delta:0.6", "predicted"])
 def test_a_long_video_is_cut_between_frames_whatever_cells_are_left(fresh: Fresh, text):
     clip = still(4, frames=16)
@@ -366,6 +368,7 @@ def test_options_that_do_not_go_together_are_refused(opened, words):
         opened.encode(still(9), **PAIRS[words])
 
 
+@pytest.mark.seconds
 def test_rules_that_a_bundle_has_packages_of_run_compiled_and_choose_the_same(tmp_path, fresh: Fresh):
     spec = spec_of(
         Checkpoint.open(CHECKPOINT), backend="eager", selector="evs,predicted,static", output_dir=tmp_path
@@ -385,6 +388,7 @@ def test_rules_that_a_bundle_has_packages_of_run_compiled_and_choose_the_same(tm
                 assert (compiled.form or "").startswith(missing if text == "delta:0.7" else "compiled")
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", [name for name, rule in RULES.items() if rule.is_packaged])
 def test_a_compiled_rule_keeps_the_cells_of_the_eager_one_at_every_size(name, tmp_path):
     identity = write_graphs(planned_graphs("evs", "cpu", (name,)), tmp_path, "float32")

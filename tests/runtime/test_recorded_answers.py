@@ -19,6 +19,7 @@ from vlexport.specs import MediaItem, Pixels
 NAMES = [case["name"] for case in TRUTHS]
 
 
+@pytest.mark.seconds
 def test_prompt_masks_positions_and_tokens_equal_the_recorded_ones(answering: Pipeline, subtests) -> None:
     for name in NAMES:
         with subtests.test(name):
@@ -63,6 +64,7 @@ def test_tokens_do_not_depend_on_the_size_of_prefill_chunks(
     assert list(answer.token_ids) == one.case["token_ids"]
 
 
+@pytest.mark.seconds
 def test_requests_among_others_get_the_tokens_they_get_alone(answering: Pipeline) -> None:
     answering.encoder.cache.clear()
     outcomes = answering.generate_all([recorded(name).request for name in NAMES])

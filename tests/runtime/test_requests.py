@@ -206,6 +206,7 @@ def test_a_bad_request_is_refused_with_what_is_wrong_and_without_an_engine_call(
         assert pipeline.session.num_calls == 0, name
 
 
+@pytest.mark.seconds
 def test_bad_requests_of_every_kind_are_outcomes_of_their_own_and_change_no_neighbour(answering):
     good = recorded("evs_image_then_video")
     named = [*malformed(), *((name, request) for name, (_, request, _) in HOSTILE.items())]

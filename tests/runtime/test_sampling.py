@@ -62,6 +62,7 @@ def test_logits_that_are_no_numbers_are_refused():
             Sampler(Generation()).choose(torch.tensor([0.0, bad]))
 
 
+@pytest.mark.seconds
 def test_a_sampled_answer_is_the_same_alone_and_among_others(answering):
     request = with_generation(recorded("image_then_video").request, temperature=1.3, seed=7, ignore_end=True)
     other = with_generation(recorded("video_fps1").request, temperature=1.3, seed=9, ignore_end=True)

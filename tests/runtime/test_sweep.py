@@ -271,6 +271,7 @@ def moving(clip, rate=None):
     return Request(prompt="what moves?", videos=[clip], fps=2, prune=rate, generation=SIX)
 
 
+@pytest.mark.seconds
 def test_agreement_with_a_real_decoder_is_that_of_its_answers(bundles, language, opened, clip):
     rates = [0.3, 0.7]
     found = vlexport.sweep(

@@ -126,6 +126,7 @@ BACKENDS = [
 ]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_stream_answers_as_the_request_that_has_the_clip_so_far(name, pipelines, record_property):
     pipeline, family, count = pipelines(name), name.split()[0], cases("clips pushed frame by frame")
@@ -165,6 +166,7 @@ def outputs(encoded: Encoded) -> list[torch.Tensor]:
     return [encoded.embeds, *encoded.layers.values()]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("family", FOLDERS)
 def test_recorded_requests_frame_by_frame_give_their_recorded_tokens(family, pipelines, subtests):
     base, replayed = pipelines(f"{family} eager"), 0

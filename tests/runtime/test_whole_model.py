@@ -136,6 +136,7 @@ def clip_by_hand(source, processor: Any, model_type: str) -> tuple[list[int], li
     return ids[0].tolist(), tokens[ids.shape[1] :]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     "model_type",
     [
@@ -224,6 +225,7 @@ def test_pruned_answers_are_those_of_the_recipe(model_type, tmp_path):
             assert torch.equal(item.mask, other.mask)
 
 
+@pytest.mark.seconds
 def test_answers_made_in_turns_are_those_made_one_by_one(tiles):
     source, bundle = tiles
     with vlexport.load(bundle.path, checkpoint=str(source)) as pipeline:

@@ -62,6 +62,7 @@ def opened_and_read(path: Path, changed: Iterable[str], data: Path) -> None:
         found.read(name)
 
 
+@pytest.mark.seconds
 def test_damaged_bundles_are_refused_before_a_changed_byte_is_handed_out(tmp_path, record_property):
     data, count = tmp_path / "data", cases("damaged bundles")
     bundle = store(tmp_path, data, payloads=LONG).path
@@ -111,6 +112,7 @@ def environments(manifest: Manifest) -> Iterator[tuple[str, Manifest]]:
             )
 
 
+@pytest.mark.seconds
 def test_bundles_of_other_environments_are_refused_with_field_and_command_and_not_loaded(
     tmp_path: Path, loads: list[object], record_property: Callable[[str, object], None]
 ) -> None:

@@ -16,6 +16,7 @@ from itertools import islice
 from pathlib import Path
 
 import onnx
+import pytest
 from onnx import TensorProto, helper
 
 from tests.thirty import ROOT, cases
@@ -222,6 +223,7 @@ MEBI = 2**20
 BY_HEADER = ("declared", "outside", "nested", "crowded")
 
 
+@pytest.mark.seconds
 def test_hostile_onnx_files_are_refused_within_memory_and_end_no_process(tmp_path, record_property):
     count = cases("hostile ONNX files")
     for name, content in files(count):

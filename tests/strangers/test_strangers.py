@@ -92,6 +92,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return World(tmp_path_factory.mktemp("world"))
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("part", parts(200))
 def test_damaged_files_of_checkpoints(world: World, part: int) -> None:
     faults: list[str] = []
@@ -135,6 +136,7 @@ PAYLOADS: tuple[tuple[str, str, Damage], ...] = (
 )
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("part", parts(60))
 def test_damaged_engines_that_were_approved(world: World, part: int) -> None:
     faults: list[str] = []
@@ -155,6 +157,7 @@ def test_damaged_engines_that_were_approved(world: World, part: int) -> None:
     assert not faults, "\n".join(faults)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("part", parts(60))
 def test_malformed_manifests_that_were_approved(world: World, part: int) -> None:
     faults: list[str] = []
