@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from vlexport.bundle import Bundle, Manifest
@@ -38,10 +38,17 @@ class BundleFacts:
 
     @classmethod
     def built(cls, manifest: Manifest, verdict: Verdict) -> Self:
+        return replace(cls.checked(manifest, report_in(verdict)), status=verdict.status)
+
+    @classmethod
+    def checked(
+        cls, manifest: Manifest, report: ParityReport | None, *, is_own_reference: bool = True
+    ) -> Self:
         return cls(
             identity=freeze_object(manifest.identity(), "identity"),
-            status=verdict.status,
-            report=report_in(verdict),
+            status=report.status if report else "not_run",
+            report=report,
+            is_own_reference=is_own_reference,
             sizes={name: record.size for name, record in manifest.files.items()},
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,9 +53,9 @@ class Checked:
     def to_json(self) -> dict[str, object]:
         from vlexport.reports.facts import BundleFacts
 
-        manifest, stored = self.bundle.manifest, BundleFacts.of(self.bundle)
-        facts: dict[str, object] = {"bundle": str(self.bundle.path)}
+        manifest, facts = self.bundle.manifest, dict[str, object](bundle=str(self.bundle.path))
         if self.intact:
+            stored = BundleFacts.of(self.bundle)
             facts |= {
                 "digest": self.bundle.digest,
                 "target": manifest.target.tag,
@@ -65,7 +65,7 @@ class Checked:
                 "proof": encode(self.proof),
             }
         if (report := self.report) is not None:
-            checked = replace(stored, status=report.status, report=report, is_own_reference=not self.unstored)
+            checked = BundleFacts.checked(manifest, report, is_own_reference=not self.unstored)
             facts |= {**checked.to_json(), "reason": self.unstored}
         return facts
 
