@@ -77,7 +77,8 @@ def _older(words: list[str]) -> list[str]:
             return ["diff", first, *rest]
         case ["repro", bundle, "--inputs-only", "--output", out, *rest]:
             return ["export-inputs", bundle, "--output-dir", out, *rest]
-    return ["--decoder" if word == "--checkpoint" else word for word in words]
+    names = {"--checkpoint": "--decoder", "--input-dtype": "--input"}
+    return [names.get(word, word) for word in words]
 
 
 def run_all(tree: Tree, media: Path, checkpoints: Path) -> None:
