@@ -94,6 +94,7 @@ def test_without_its_file_the_shipped_recipe_of_that_name_is_refused_by_digest(
         assert find_recipe(str(private[0])).digest[:12] in ran.err
 
 
+@pytest.mark.seconds
 def test_a_file_that_changed_since_the_build_is_refused(private, built, tmp_path):
     changed = tmp_path / private[0].name
     changed.write_text(private[0].read_text(encoding="utf-8") + MINE, encoding="utf-8")

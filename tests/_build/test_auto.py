@@ -54,6 +54,7 @@ def test_every_backend_has_a_row_and_every_precision_of_one_that_runs_here(choic
     assert sorted(set(rows)) == sorted(precisions)
 
 
+@pytest.mark.seconds
 def test_rows_have_numbers_or_a_reason_and_the_fastest_come_first(choice: Choice) -> None:
     reasons = {row.name: row.reason for row in choice.candidates}
     assert reasons["inductor float32"] == "planted"

@@ -613,6 +613,7 @@ def refuse_beyond(made: Family, profile: ShapeProfile, symbol: str, step: int) -
 ASPECTS = (1.0, 2.0, 1 / 3, 17.0, 200.0)
 
 
+@pytest.mark.seconds
 def test_as_many_images_of_as_many_pixels_as_were_requested_fit(families):
     made = families["packed"]
     for name in (*NAMED_BOUNDS, *CUSTOM):

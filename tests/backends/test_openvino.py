@@ -101,6 +101,7 @@ def test_a_first_call_of_one_patch_changes_no_later_one(backend: str, tmp_path: 
     assert max(relative for relative, _ in found) < RELATIVE_L2
 
 
+@pytest.mark.seconds
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="this system does not list mappings")
 def test_weights_are_used_where_they_lie(sharp, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))

@@ -88,6 +88,7 @@ def test_eight_threads_get_what_one_gets(opened, count):
     assert sum(equal) == count
 
 
+@pytest.mark.seconds
 def test_outputs_of_a_call_are_its_own_memory(opened: tuple[Engine, list[Mapping[str, Tensor]]]) -> None:
     engine, calls = opened
     first, again = (engine.run(calls[0])["embeds"] for _ in range(2))

@@ -121,6 +121,7 @@ def test_parity_finds_the_adapter_where_it_was_or_where_it_is_given(adapted, che
     assert vlexport("check", adapted, "--accuracy", "--checkpoint", checkpoint).code == 3
 
 
+@pytest.mark.seconds
 def test_an_adapter_that_is_gone_changed_or_too_much_is_named(adapted, adapter, built, tmp_path):
     ran = vlexport("check", adapted, "--accuracy", "--lora", tmp_path / "gone")
     assert ran.code == 2

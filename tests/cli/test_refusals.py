@@ -400,6 +400,7 @@ def test_with_json_an_error_is_the_only_document():
     assert found["error"]["message"] in ran.err
 
 
+@pytest.mark.seconds
 def test_nothing_is_loaded_or_encoded_before_the_place_for_the_result_is_known(worlds, monkeypatch):
     monkeypatch.setattr(eager.Eager, "open", lambda *_: pytest.fail("the engine was loaded"))
     with worlds("nowhere") as world:

@@ -172,6 +172,7 @@ def plainly(data):
         return np.stack([frame.to_ndarray(format="rgb24") for frame in opened.decode(video=0)])
 
 
+@pytest.mark.seconds
 def test_a_hostile_video_that_is_read_has_the_pixels_that_its_decoder_gives(outcomes):
     wrong, count = hostile.misread(outcomes[0], TABLE, plainly)
     assert wrong == []

@@ -287,6 +287,7 @@ def placed(
     return made["positions"], made["delta"]
 
 
+@pytest.mark.seconds
 def test_positions_of_random_prompts_are_those_of_the_host(family):
     found, _, _ = family("qwen2_5_vl")
     for seed in range(150):

@@ -189,6 +189,7 @@ def test_portable_graphs_pass_at_the_pace_of_their_recipe(name):
     assert portable_failed(portable(PACES[name]), PACES[name]) == set()
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", ["25/12 positions a second", "frames counted", "time written out"])
 def test_portable_graphs_fail_at_the_pace_of_another_recipe(name):
     assert portable_failed(portable(Pace()), replace(PACES[name], merge=2)) == {"prune.onnx"}

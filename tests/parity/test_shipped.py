@@ -86,6 +86,7 @@ def a_little_off(sums):
     return run
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("tower", ["windows", pytest.param("slices", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["onnxruntime", OPENVINO, pytest.param("eager", marks=pytest.mark.slow)])
 def test_blocks_of_a_stored_engine_are_held_to_the_references_on_larger_calls(shipped, tower, name):

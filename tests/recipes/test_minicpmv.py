@@ -198,6 +198,7 @@ def test_one_onnx_engine_serves_any_mix(line: Line) -> None:
         assert_equal_tokens(line.engine_tokens(items), line.reference.run(items)["embeds"])
 
 
+@pytest.mark.seconds
 def test_blocks_compare_in_the_order_of_the_items(line: Line) -> None:
     items = random_mix(random.Random(5), line.config.cut, timed=line.timed)
     tower = line.recipe.tower(line.checkpoint, "float32")

@@ -237,6 +237,7 @@ def test_tokens_do_not_depend_on_the_size_of_prefill_chunks(pipelines, chunk, su
             assert list(pipelines(case).generate(request).token_ids) == case["token_ids"]
 
 
+@pytest.mark.seconds
 def test_embeddings_that_were_made_before_answer_alike(timed):
     case = next(case for case in timed.truths if case["name"] == "evs_outer_q50")
     pipeline, (request, _) = timed(case), recorded(case)

@@ -188,6 +188,7 @@ def test_the_page_has_the_forms_of_every_backend_and_a_compiled_one_was_called(
     assert "\n".join(lines) in PAGE.read_text(encoding="utf-8"), "\n".join(lines)
 
 
+@pytest.mark.seconds
 def test_what_packages_do_not_take_runs_eagerly_and_says_why(
     families, packages, tmp_path, monkeypatch, caplog
 ):

@@ -260,6 +260,7 @@ def test_a_method_of_a_request_keeps_what_it_keeps_of_whole_rows(fresh: Fresh, m
     assert answer.token_ids == pipeline.generate(asked((picture, pruned), None)).token_ids
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("before", ["predicted", "static:0.3"])
 @pytest.mark.parametrize("method", ["static", "evs", "evs-snap", "vidcom2", "divprune"])
 def test_what_the_tower_had_is_pruned_further_by_a_rate_of_all(fresh: Fresh, before, method):

@@ -44,6 +44,7 @@ def compare(answering: Pipeline, one: Recorded) -> Answer:
     return answer
 
 
+@pytest.mark.seconds
 def test_a_picture_resized_here_gives_the_recorded_tokens_too(answering: Pipeline) -> None:
     for name in sorted(FROM_PATCHES):
         one = recorded(name)

@@ -293,6 +293,7 @@ def test_hostile_frames_are_refused_one_by_one_and_the_stream_goes_on(pipeline):
     agree(ours, pipeline.generate(WORDS, videos=[clip], max_new_tokens=8))
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", [f"{family} eager" for family in FAMILIES])
 def test_at_its_bound_a_stream_keeps_the_newest_groups_and_their_times(name, pipelines):
     pipeline, family = pipelines(name), name.split()[0]

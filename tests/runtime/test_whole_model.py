@@ -245,6 +245,7 @@ def test_answers_made_in_turns_are_those_made_one_by_one(tiles):
             assert stream.require_answer().token_ids == answer.token_ids
 
 
+@pytest.mark.seconds
 def test_the_engine_and_not_the_own_tower_gives_the_rows(tiles):
     source, bundle = tiles
     with vlexport.load(bundle.path, checkpoint=str(source)) as pipeline:
