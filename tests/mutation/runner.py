@@ -32,6 +32,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "COLUMNS": "300",
+    # Tests of seconds judge too.
     "PYTEST_ADDOPTS": "-m 'not slow and not full and not gpu'",
 }
 # What judgements load besides the classes of one family.
