@@ -9,7 +9,7 @@ import pytest
 
 from tests.repo.tree import ROOT, library_files, relative
 
-HEAVY = ("torch", "transformers", "onnx", "onnxruntime", "numpy", "huggingface_hub", "av", "PIL")
+HEAVY = ("torch", "transformers", "onnx", "onnxruntime", "numpy", "huggingface_hub", "av", "PIL", "jinja2")
 
 # What these change when they are imported is theirs; only what comes on top is ours.
 LIBRARIES = (
@@ -71,6 +71,8 @@ def test_importing_changes_nothing_and_the_light_half_loads_no_heavy_library():
             assert run(words) == 0, words
     """)
     assert "torch" not in _loaded_after(code)
+    # Chat templates alone need it.
+    assert "jinja2" not in _loaded_after("import vlexport.runtime.pipeline")
     modules = sorted(_module_name(path) for path in library_files() if not path.stem.startswith("__main__"))
     assert _run(WATCH.format(library=LIBRARIES, module=", ".join(modules))).splitlines()[-1] == "[]"
 

@@ -18,7 +18,6 @@ from threading import Lock, Timer
 
 from vlexport import system
 from vlexport.errors import InputError, MisfitError
-from vlexport.runtime import _render
 
 LEAST_JINJA = (3, 1, 6)
 START = "from vlexport.runtime._render import main; main()"
@@ -58,6 +57,9 @@ class ChatTemplate:
         self._answer(self.template)
 
     def _answer(self, message: object) -> str:
+        # Imports jinja2, which an encode does without.
+        from vlexport.runtime import _render
+
         process = self._running
         assert process is not None
         assert process.stdin is not None
