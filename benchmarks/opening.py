@@ -57,6 +57,7 @@ class Side:
 
     # Backend and precision of its builds.
     options: Sequence[str] = ()
+    check_words: Sequence[str] = ("check", "--accuracy")
 
     def __init__(self, name: str, tree: Path, python: str, folder: Path, memory: int) -> None:
         self.name, self.python, self.folder, self.memory = name, python, folder / name, memory
@@ -110,7 +111,8 @@ class Side:
             "import vlexport": self.run("import", program="import vlexport"),
             "--help": self.run("--help"),
             "build of a tiny checkpoint": self._built(checkpoint, f"tiny{number}"),
-            "its check": self.run("check", self.bundle, "--accuracy"),
+            # Named `parity` until the verbs of 28 November 2026.
+            "its check": self.run(*self.check_words, self.bundle),
         }
 
     def encode(self, images: Sequence[Path]) -> Step:
@@ -175,6 +177,7 @@ def calls(sides: Sequence[Side], checkpoint: Path, tiny: Path, rounds: int) -> s
                     found[name].setdefault(f"{backend} {dtype}, s", []).append(seconds)
         for caller in callers.values():
             caller.communicate()
+        sys.stderr.write(compared(sides, found) + "\n")
     for number in range(rounds):
         for side in sides[:: -1 if number % 2 else 1]:
             for what, taken in side.commands(tiny, number).items():
@@ -221,6 +224,8 @@ def main(arguments: Sequence[str]) -> None:
         Side("before", given.old.resolve(), given.old_python, folder, memory),
         Side("now", ROOT, sys.executable, folder, memory),
     ]
+    if "\n  parity " in sides[0].run("--help").out:
+        sides[0].check_words = ("parity",)
     for side in sides:
         side.options = [f"--{word}" for word in given.build]
     load = os.getloadavg()[0]
