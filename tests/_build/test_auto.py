@@ -117,6 +117,43 @@ def test_plan_prints_the_table_and_the_plan_of_the_best_and_builds_nothing(
     assert (ran.code, "eager\tfloat32" in ran.out, "--most-error" in ran.err) == (2, True, True)
 
 
+def test_plan_sizes_a_rate_of_images_by_what_is_measured_here(
+    choice: Choice, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, object] = {}
+    # Two pictures of 30 rows a call of half a second: four a second.
+    best = replace(choice.best, whole_seconds=0.5)
+    alone = replace(choice, candidates=(best,), media=2, rows=60)
+
+    def chosen(_: object, **arguments: object) -> Choice:
+        given.update(arguments)
+        return alone
+
+    monkeypatch.setattr(vlexport, "choose", chosen, raising=False)
+    words = ("plan", checkpoint, "-o", tmp_path, "--rate", 9)
+    ran = command(*words)
+    assert ran.code == 0, ran.err
+    assert ran.lines[-4:] == [
+        "9 images a second\t", "of a machine like this one\t4", "machines\t3", "rows a second\t270",
+    ]  # fmt: skip
+    assert (given["backend"], given["dtype"]) == ("onnxruntime", "float32")
+    fleet = command(*words, "--backend", "auto", "--json").document["fleet"]
+    assert fleet == {"rate": 9.0, "each": 4.0, "rows": 270.0, "machines": 3}
+    failed = replace(choice.candidates[-1], reason="planted", whole_seconds=None)
+    alone = replace(alone, candidates=(failed,))
+    ran = command(*words)
+    assert (ran.code, "could not be measured here: planted" in ran.err) == (2, True)
+
+
+@pytest.mark.seconds
+def test_one_backend_alone_is_measured_where_it_is_named(checkpoint: Path) -> None:
+    choice = vlexport.choose(checkpoint, backend="eager", dtype="float32")
+    assert [candidate.name for candidate in choice.candidates] == ["eager float32"]
+    assert (choice.media, choice.rows) == (1, choice.patches // 4)
+    with pytest.raises(UnsupportedError, match="openvino"):
+        vlexport.choose(checkpoint, backend="openvino", dtype="float16")
+
+
 @pytest.mark.seconds
 def test_what_only_measurements_take_is_refused_without_them_and_a_wrong_bound_with_them(
     checkpoint: Path, tmp_path: Path
@@ -124,8 +161,14 @@ def test_what_only_measurements_take_is_refused_without_them_and_a_wrong_bound_w
     image, folder = tmp_path / "image.png", ("-o", tmp_path)
     Image.new("RGB", (56, 56)).save(image)
     for words, message in (
-        (("--most-error", 0.1), "most_error given with backend onnxruntime: nothing is measured. Leave it"),
+        (("--most-error", 0.1), "most_error given with backend onnxruntime: nothing is chosen. Leave it"),
         (("--media", image, "--most-error", 1), "most_error and media given"),
+        (
+            ("--most-error", 0.1, "--rate", 5, "--media", image),
+            "most_error given with backend onnxruntime: nothing",
+        ),
+        (("--rate", 0), "rate: 0.0 given, a finite number of images a second above 0 expected"),
+        (("--backend", "tensorrt_rtx", "--rate", 5, "--targets", "sm89"), "this machine is measured. Leave"),
         (("--backend", "auto", "--targets", "sm89"), "targets given with backend auto"),
         (("--backend", "auto", "--most-error", "nan"), "most_error: nan given, a finite number above 0"),
         (("--backend", "auto", "--most-error", 0), "most_error: 0.0 given"),

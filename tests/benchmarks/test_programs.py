@@ -7,8 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import AutoConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
-from benchmarks import pruning
+from benchmarks import growth, processes, pruning
 from benchmarks.exporters import compare_shapes, table
 from benchmarks.first_token import EXACT, PRECISIONS, ROOT, Side, measured, text_of
 from benchmarks.plans import FULL
@@ -48,6 +50,39 @@ def test_a_tree_answers_in_every_precision_and_with_the_same_tokens_each_time(tm
         assert len(answers) == QUESTION.rounds
         assert len({tuple(each["tokens"]) for each in answers}) == 1
         assert all(0 < each["stages"]["prefill"] < each["stages"]["first_token"] for each in answers)
+
+
+def test_work_of_a_patch_is_what_the_class_of_transformers_multiplies():
+    shape = {"depth": growth.DEPTH, "hidden_size": growth.WIDTH, "intermediate_size": growth.INNER}
+    shape |= {"num_heads": 16, "out_hidden_size": growth.OUT}
+    vision = AutoConfig.for_model("qwen2_5_vl", vision_config=shape).vision_config
+    with torch.device("meta"):
+        tower = Qwen2_5_VisionTransformerPretrainedModel(vision)
+    weights = {name: each.numel() for name, each in tower.named_parameters() if each.ndim > 1}
+    merged = sum(size for name, size in weights.items() if name.startswith("merger."))
+    assert 2 * (sum(weights.values()) - merged) + 2 * merged / 4 == growth.LINEAR
+    assert (len(vision.fullatt_block_indexes), vision.window_size) == (growth.FULL, 14 * growth.WINDOW**0.5)
+
+
+def test_growth_has_ratios_to_the_product_and_the_speed_of_the_rest():
+    patches = 1024
+    linear, attention = growth.LINEAR * patches, growth.SEEN * patches * (4 * patches + 28 * 64)
+    call = {"patches": patches, "seconds": linear / 1e11 + attention / 5e10, "speed": 1e11, "peak": 2**31}
+    (row, failed) = growth.rows_of("eager float32", {"calls": [call], "reason": "killed"})
+    assert (row[:2], row[4:], failed[1]) == (("eager float32", "1,024"), (row[4], "50", "2.0"), "killed")
+    assert float(row[4]) == pytest.approx(1 + 2 * attention / linear, abs=0.01)
+
+
+def test_rows_a_second_are_medians_with_ratios_of_the_same_round():
+    same = {"bytes": 2**30, "out": 2**25, "load": 1.0}
+    found = [
+        {"count": count, "threads": 2 // count or 1, "seconds": seconds, **same}
+        for seconds_of in ((8.0, 4.0, 8.0), (16.0, 8.0, 16.0))
+        for count, seconds in zip(processes.COUNTS, seconds_of, strict=True)
+    ]
+    text = processes.table_of("ray", {"rounds": 2, "found": found})
+    assert "| 1 | 2 | 341 | 1.00 (1.00 to 1.00) | 1.0 | 2352 | 8192 |" in text
+    assert "| 2 | 1 | 683 | 2.00 (2.00 to 2.00) | 1.0 | 2352 | 8192 |" in text
 
 
 TINY = TowerSize(depth=2, width=32, heads=2, inner=48, out=32, full_blocks=(1,))

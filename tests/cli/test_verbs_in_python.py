@@ -43,7 +43,7 @@ ELSEWHERE = {
 # those of `choose`; files of `build --check` are for `check`, with the bundle at hand.
 OPTIONS_ALONE = {
     "build": {"config", "write_config", "check", "files", "fps"},
-    "plan": {"config", "write_config", "most_error", "media"},
+    "plan": {"config", "write_config", "most_error", "media", "rate"},
     "sweep": {"plot", "most_lost"},
 }
 # A graph is built too; what Python has for authors.

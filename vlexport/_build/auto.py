@@ -97,12 +97,37 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Fleet:
+    """Machines like this one for `rate` images a second, by the rule of docs/serving.md.
+
+    each  images a second of one machine whose processors do nothing else
+    rows  a second, of all machines
+    """
+
+    rate: float
+    each: float
+    rows: float
+
+    @property
+    def machines(self) -> int:
+        return math.ceil(self.rate / self.each)
+
+    def to_json(self) -> dict[str, object]:
+        return {**asdict(self), "machines": self.machines}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """The candidates, fastest first, on a call of so many patches: `blocks` of the tower's `depth`."""
+    """The candidates, fastest first, on a call of so many patches: `blocks` of the tower's `depth`.
+
+    media, rows  of the call: images and videos in, rows out
+    """
 
     blocks: int
     depth: int
     patches: int
+    media: int
+    rows: int
     most_error: float
     candidates: tuple[Candidate, ...]
 
@@ -123,6 +148,16 @@ class Choice:
             f"(--most-error {1.1 * errors[closest]:.2g}), or name a backend."
         )
 
+    def fleet(self, candidate: Candidate, rate: float) -> Fleet:
+        """Return how many machines a rate takes with a candidate."""
+        if candidate.whole_seconds is None:
+            raise RequestError(
+                f"{candidate.name} could not be measured here: {candidate.reason}. `vlexport doctor` shows "
+                "more."
+            )
+        each = self.media / candidate.whole_seconds
+        return Fleet(rate=rate, each=each, rows=rate * self.rows / self.media)
+
     def to_json(self) -> dict[str, object]:
         return asdict(self)
 
@@ -130,6 +165,7 @@ class Choice:
 def choose(  # noqa: PLR0913  what a build takes and its speed and errors depend on
     source: Checkpoint | str | Path,
     *,
+    backend: str | None = None,
     most_error: float = MOST_ERROR,
     media: Sequence[Any] = (),
     dtype: DtypeName | torch.dtype | None = None,
@@ -147,6 +183,7 @@ def choose(  # noqa: PLR0913  what a build takes and its speed and errors depend
 ) -> Choice:
     """Measure the backends and precisions of this machine on the first blocks of a checkpoint's tower.
 
+    backend     measure this one alone
     most_error  the bound of the relative L2 that is expected of the whole tower; `best` is within it
     media       images and videos of the call; by default a random one of at most 1,024 patches
     dtype       measure this precision alone, with `quantize`; by default every one
@@ -159,7 +196,8 @@ def choose(  # noqa: PLR0913  what a build takes and its speed and errors depend
     }  # fmt: skip
     # What is wrong with the checkpoint or the media is wrong for every backend.
     shallow = _Shallow.of(request(source, lora=lora, backend="eager", **same), media)
-    offered = list(_offered(None if dtype is None else dtype_name(dtype), quantize, device))
+    named = (backend,) if backend else backend_names()
+    offered = list(_offered(named, None if dtype is None else dtype_name(dtype), quantize, device))
     with ExitStack() as stack:
         stack.enter_context(compile_caches())
         measured = list(_opened(shallow, offered, same, stack, progress))
@@ -171,6 +209,8 @@ def choose(  # noqa: PLR0913  what a build takes and its speed and errors depend
         blocks=shallow.blocks,
         depth=shallow.depth,
         patches=shallow.patches,
+        media=len(shallow.items),
+        rows=shallow.rows,
         most_error=most_error,
         candidates=tuple(rows),
     )
@@ -201,14 +241,14 @@ def _opened(
         give_back(shallow.subject.size)
 
 
-def _offered(dtype: str | None, quantize: str | None, device: str | None) -> Iterator[Candidate]:
+def _offered(
+    names: Sequence[str], dtype: str | None, quantize: str | None, device: str | None
+) -> Iterator[Candidate]:
     """Yield what may serve, and one row for each backend that does not run here."""
     precision = (dtype or "float32", quantize)
-    if (dtype or quantize) and not any(
-        capability_of(find_backend(name), *precision) for name in backend_names()
-    ):
-        require(find_backend("eager"), *precision)
-    for backend in map(find_backend, backend_names()):
+    if (dtype or quantize) and not any(capability_of(find_backend(name), *precision) for name in names):
+        require(find_backend(names[0] if len(names) == 1 else "eager"), *precision)
+    for backend in map(find_backend, names):
         if not runs_here(backend):
             yield Candidate(backend=backend.name, reason=backend.missing() or backend.cannot_run() or "")
             continue
@@ -226,6 +266,7 @@ def _offered(dtype: str | None, quantize: str | None, device: str | None) -> Ite
 class _Shallow:
     """The first blocks of a tower and the call that they are measured on.
 
+    rows    that the call gives
     most    blocks of a list of them, of which a class may have several; `blocks` of `depth` in all
     scale   work of the whole tower, in that of the blocks
     """
@@ -233,6 +274,7 @@ class _Shallow:
     subject: BuildSpec
     items: Sequence[MediaItem]
     patches: int
+    rows: int
     most: int
     blocks: int
     depth: int
@@ -243,13 +285,13 @@ class _Shallow:
         items, outline = _items(subject, media), subject.recipe.outline(subject.config)
         kinds = [getattr(block, "segmentation", None) for block in getattr(outline, "blocks", ())]
         patches = sum(len(item.patches) for item in items)
-        share = sum(subject.recipe.num_tokens(subject.config, item) for item in items) / patches
-        depth, work = _depth(outline), _work(outline, share)
+        rows = sum(subject.recipe.num_tokens(subject.config, item) for item in items)
+        depth, work = _depth(outline), _work(outline, rows / patches)
         # As many as there are before every kind of block has been.
         most = max([LEAST_BLOCKS, *(kinds.index(kind) + 1 for kind in kinds)])
         _cut(outline, most)
-        counts = {"patches": patches, "most": most, "blocks": _depth(outline), "depth": depth}
-        return cls(subject=subject, items=items, **counts, scale=work / _work(outline, share))
+        counts = {"patches": patches, "rows": rows, "most": most, "blocks": _depth(outline), "depth": depth}
+        return cls(subject=subject, items=items, **counts, scale=work / _work(outline, rows / patches))
 
     def truth(self) -> Tensor:
         """Return rows of the model's own class with so many blocks, of small calls in float64."""

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 from vlexport._build.spec import BuildSpec
 from vlexport.backends import BuildLimits, Progress, find_backend, log_progress, require
 from vlexport.checkpoint import Adapter, Checkpoint
-from vlexport.codec import checked
-from vlexport.errors import RequestError, UnsupportedError, nearest
+from vlexport.codec import checked, is_number
+from vlexport.errors import InputError, RequestError, UnsupportedError, nearest
 from vlexport.pruning.cells import RULES
 from vlexport.recipe import Recipe, recipe_for
 from vlexport.specs import (
@@ -130,26 +130,33 @@ def _forecasting(resolve: Callable[P, BuildSpec]) -> Callable[P, Forecast]:
 plan = _forecasting(request)
 
 
-def measured(arguments: Mapping[str, Any], progress: Progress = log_progress) -> tuple[dict[str, Any], Any]:
+def measured(
+    arguments: Mapping[str, Any], progress: Progress = log_progress, *, rate: float | None = None
+) -> tuple[dict[str, Any], Any]:
     """Return arguments of `request`, and the `Choice` of what they leave open, or None.
 
-    They may have `most_error` and `media` too, which are for measurements alone.
+    They may have `most_error` and `media` too, which are for measurements alone. With a `rate` of images, a
+    backend that is named is measured too.
     """
+    if rate is not None and not (is_number(rate) and rate > 0):
+        raise InputError(f"rate: {rate!r} given, a finite number of images a second above 0 expected.")
     of_request = {name: value for name, value in arguments.items() if name not in ("most_error", "media")}
     options = {name: value for name in MEASURED if (value := arguments.get(name)) not in (None, [])}
-    if arguments["backend"] == AUTO:
-        if arguments.get("targets"):
-            raise RequestError(f"targets given with backend {AUTO}, which measures here. Leave them out.")
-        from vlexport import choose
-
-        choice = choose(arguments["checkpoint"], **options, progress=progress)
-        return of_request, choice
-    if only := [name for name in ("most_error", "media") if name in options]:
+    backend = arguments["backend"]
+    of_choice = ("most_error",) if rate is not None else ("most_error", "media")
+    if backend != AUTO and (only := [name for name in of_choice if name in options]):
         raise RequestError(
-            f"{' and '.join(only)} given with backend {arguments['backend']}: nothing is measured. Leave "
+            f"{' and '.join(only)} given with backend {backend}: nothing is chosen. Leave "
             f"{'them' if only[1:] else 'it'} out, or give backend {AUTO}."
         )
-    return of_request, None
+    if backend != AUTO and rate is None:
+        return of_request, None
+    if arguments.get("targets"):
+        raise RequestError(f"targets given with backend {backend}: this machine is measured. Leave them out.")
+    from vlexport import choose
+
+    named = {} if backend == AUTO else {"backend": backend}
+    return of_request, choose(arguments["checkpoint"], **named, **options, progress=progress)
 
 
 def chosen_selector(

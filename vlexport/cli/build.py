@@ -30,7 +30,7 @@ from vlexport.cli.progress import Overall, duration, phases
 from vlexport.errors import ParityError
 
 if TYPE_CHECKING:
-    from vlexport._build.auto import Choice
+    from vlexport._build.auto import Choice, Fleet
     from vlexport._build.build import Built
     from vlexport._build.plan import Forecast
     from vlexport._build.spec import BuildSpec
@@ -209,13 +209,13 @@ def _compared(built: Built, spec: BuildSpec, samples: Sequence[Sample], progress
 
 
 def _settled(
-    arguments: dict[str, Any], *, as_json: bool, stderr: bool = False
+    arguments: dict[str, Any], *, as_json: bool, stderr: bool = False, rate: float | None = None
 ) -> tuple[dict[str, Any], Choice | None]:
     """Return the arguments with the backend and precision that measurements choose, whose table is shown."""
     from vlexport._build.request import measured
 
     with phases("measure") as progress:
-        arguments, choice = measured(arguments, progress)
+        arguments, choice = measured(arguments, progress, rate=rate)
     if choice is None:
         return arguments, None
     if not as_json:
@@ -223,7 +223,8 @@ def _settled(
         print_line(
             f"{choice.patches} patches, {choice.blocks} of {choice.depth} blocks; the tower's are expected"
         )
-    return {**arguments, **choice.best.arguments()}, choice
+    is_open = arguments["backend"] == specs.AUTO
+    return {**arguments, **(choice.best.arguments() if is_open else {})}, choice
 
 
 def rows_of(choice: Choice) -> list[tuple[str, ...]]:
@@ -285,21 +286,35 @@ def report_of(verdict: Verdict) -> str:
 
 
 @grouped
-def plan(*, context: typer.Context, options: BuildOptions, as_json: bool = JSON) -> None:
+def plan(
+    *,
+    context: typer.Context,
+    options: BuildOptions,
+    rate: float | None = option(
+        "N", "Images a second; shows the machines like this one that they take, measured for minutes."
+    ),
+    as_json: bool = JSON,
+) -> None:
     """Estimate shapes, padding, disk, memory and time of a build.
 
     Also shows whether the bundle exists already. Nothing is built or written. With --backend auto, first the
     measurements that choose it.
     """
-    arguments, choice = _settled(options.arguments(context), as_json=as_json)
+    arguments, choice = _settled(options.arguments(context), as_json=as_json, rate=rate)
     from vlexport._build.request import plan as planned_by
 
-    planned = planned_by(**arguments)
+    planned, fleet = planned_by(**arguments), None
+    if choice is not None and rate is not None:
+        best = choice.best if options.backend == specs.AUTO else choice.candidates[0]
+        fleet = choice.fleet(best, rate)
     if as_json:
-        show_json("plan", {**planned.to_json(), **_json_of(choice)})
+        sized = {"fleet": fleet.to_json()} if fleet else {}
+        show_json("plan", {**planned.to_json(), **_json_of(choice), **sized})
         return
     show_table(("per call", "smallest", "typical", "largest"), calls_of(planned))
     show_table(("build", ""), build_of(planned))
+    if fleet:
+        show_table((f"{fleet.rate:g} images a second", ""), fleet_of(fleet))
 
 
 def calls_of(planned: Forecast) -> list[tuple[str, ...]]:
@@ -343,6 +358,15 @@ def build_of(planned: Forecast) -> list[tuple[str, str]]:
         "already built": "yes" if planned.cached else "no",
     }
     return [(name, text) for name, text in rows.items() if text is not None]
+
+
+def fleet_of(fleet: Fleet) -> list[tuple[str, str]]:
+    """Return the rows about machines for a rate."""
+    return [
+        ("of a machine like this one", f"{fleet.each:.3g}"),
+        ("machines", str(fleet.machines)),
+        ("rows a second", f"{fleet.rows:,.0f}"),
+    ]
 
 
 def format_bytes(num_bytes: int | None) -> str:
