@@ -123,7 +123,8 @@ def test_plan_sizes_a_rate_of_images_by_what_is_measured_here(
     given: dict[str, object] = {}
     # Two pictures of 30 rows a call of half a second: four a second.
     best = replace(choice.best, whole_seconds=0.5)
-    alone = replace(choice, candidates=(best,), media=2, rows=60)
+    other = replace(best, device="cuda", whole_seconds=0.1)
+    alone = replace(choice, candidates=(other, best), media=2, rows=60)
 
     def chosen(_: object, **arguments: object) -> Choice:
         given.update(arguments)
@@ -137,8 +138,9 @@ def test_plan_sizes_a_rate_of_images_by_what_is_measured_here(
         "9 images a second\t", "of a machine like this one\t4", "machines\t3", "rows a second\t270",
     ]  # fmt: skip
     assert (given["backend"], given["dtype"]) == ("onnxruntime", "float32")
+    alone = replace(alone, candidates=(best,))
     fleet = command(*words, "--backend", "auto", "--json").document["fleet"]
-    assert fleet == {"rate": 9.0, "each": 4.0, "rows": 270.0, "machines": 3}
+    assert fleet == {"rate": 9.0, "per_machine": 4.0, "rows": 270.0, "machines": 3}
     failed = replace(choice.candidates[-1], reason="planted", whole_seconds=None)
     alone = replace(alone, candidates=(failed,))
     ran = command(*words)

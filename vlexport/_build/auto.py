@@ -100,17 +100,17 @@ class Candidate:
 class Fleet:
     """Machines like this one for `rate` images a second, by the rule of docs/serving.md.
 
-    each  images a second of one machine whose processors do nothing else
-    rows  a second, of all machines
+    per_machine  images a second of one, whose processors do nothing else
+    rows         a second, of all machines
     """
 
     rate: float
-    each: float
+    per_machine: float
     rows: float
 
     @property
     def machines(self) -> int:
-        return math.ceil(self.rate / self.each)
+        return math.ceil(self.rate / self.per_machine)
 
     def to_json(self) -> dict[str, object]:
         return {**asdict(self), "machines": self.machines}
@@ -155,8 +155,8 @@ class Choice:
                 f"{candidate.name} could not be measured here: {candidate.reason}. `vlexport doctor` shows "
                 "more."
             )
-        each = self.media / candidate.whole_seconds
-        return Fleet(rate=rate, each=each, rows=rate * self.rows / self.media)
+        images = self.media / candidate.whole_seconds
+        return Fleet(rate=rate, per_machine=images, rows=rate * self.rows / self.media)
 
     def to_json(self) -> dict[str, object]:
         return asdict(self)

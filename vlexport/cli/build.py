@@ -305,8 +305,10 @@ def plan(
 
     planned, fleet = planned_by(**arguments), None
     if choice is not None and rate is not None:
-        best = choice.best if options.backend == specs.AUTO else choice.candidates[0]
-        fleet = choice.fleet(best, rate)
+        # Of a backend that is named, every device that it has is measured.
+        places = (None, options.device or "cpu")
+        named = (candidate for candidate in choice.candidates if candidate.device in places)
+        fleet = choice.fleet(choice.best if options.backend == specs.AUTO else next(named), rate)
     if as_json:
         sized = {"fleet": fleet.to_json()} if fleet else {}
         show_json("plan", {**planned.to_json(), **_json_of(choice), **sized})
@@ -363,7 +365,7 @@ def build_of(planned: Forecast) -> list[tuple[str, str]]:
 def fleet_of(fleet: Fleet) -> list[tuple[str, str]]:
     """Return the rows about machines for a rate."""
     return [
-        ("of a machine like this one", f"{fleet.each:.3g}"),
+        ("of a machine like this one", f"{fleet.per_machine:.3g}"),
         ("machines", str(fleet.machines)),
         ("rows a second", f"{fleet.rows:,.0f}"),
     ]
