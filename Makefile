@@ -236,7 +236,7 @@ lock: $(ready)
 	$(bin)/python -m tests.lock
 
 mutants: $(ready)
-	VLEXPORT_LANE=long $(bin)/python -m tests.mutation --write docs/results/mutants.md
+	$(bin)/python -m tests.mutation --write docs/results/mutants.md
 
 trained: $(ready)
 	$(bin)/python -m benchmarks.trained train benchmarks/trained/s0 --seed 0
