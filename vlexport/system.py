@@ -36,6 +36,8 @@ _MEMORY = re.compile(
 _DISK = re.compile(r"os error (?:28|27|122)\)|no space left|file too large|quota exceeded", re.IGNORECASE)
 # A library that wraps a failed write into its own error leaves less room than this behind.
 _ROOM = 16 << 20
+# Programs that torch has unpacked and loaded, by their place in /proc/self/maps.
+_UNPACKED = re.compile(r"(/.*?/aotinductor_\w{6})/")
 # Those that libraries start in such a process are like it.
 SAFE = {"PYTHONSAFEPATH": "1"}
 CACHES = "TORCHINDUCTOR_CACHE_DIR"
@@ -252,6 +254,15 @@ def _places() -> list[str]:
     home = str(Path(__file__).parents[1])
     paths = [place for place in sys.path if Path(place).is_absolute()]
     return paths if home in paths else [*paths, home]
+
+
+def unpacked() -> set[str]:
+    """Return the folders of programs that torch has unpacked and loaded, where the system lists them."""
+    try:
+        mapped = Path("/proc/self/maps").read_text(errors="surrogateescape")
+    except OSError:
+        return set()
+    return {folder for folder in _UNPACKED.findall(mapped) if Path(folder).is_dir()}
 
 
 def give_back(size: int = WORTH_A_SEARCH) -> None:

@@ -7,7 +7,6 @@ import hashlib
 import io
 import json
 import os
-import re
 import shutil
 import subprocess
 import tempfile
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from packaging.version import Version
 
 from vlexport.errors import BundleError, InputError, MisfitError, ResourceError, UnsupportedError
-from vlexport.system import compile_caches, shortage
+from vlexport.system import compile_caches, shortage, unpacked
 from vlexport.target import Target, platform_here
 
 if TYPE_CHECKING:
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
 
 Settings = dict[str, "str | int | bool | Callable[..., object]"]
 
-# Programs that torch has unpacked and loaded, by their place in /proc/self/maps.
-_UNPACKED = re.compile(r"(/.*?/aotinductor_\w{6})/")
 _LOADING = threading.Lock()
 
 # Building and checking a tiny tower took 6.3 MB there at most.
@@ -320,15 +317,6 @@ def _loader(content: bytes, name: str) -> AOTIModelPackageLoader:
             for folder in unpacked() - before:
                 shutil.rmtree(folder, ignore_errors=True)
         return loader
-
-
-def unpacked() -> set[str]:
-    """Return the folders of programs that torch has unpacked and loaded, where the system lists them."""
-    try:
-        mapped = Path("/proc/self/maps").read_text(errors="surrogateescape")
-    except OSError:
-        return set()
-    return {folder for folder in _UNPACKED.findall(mapped) if Path(folder).is_dir()}
 
 
 @contextmanager

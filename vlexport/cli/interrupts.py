@@ -19,8 +19,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from vlexport._build.aoti import unpacked
 from vlexport.cli.output import print_error
+from vlexport.system import unpacked
 
 # A call into a library is not interrupted, and an exception may get lost in one; people wait five seconds.
 # With a grace of 4 the end came after 5.96 s on two processors that 17 processes shared.
