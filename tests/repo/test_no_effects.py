@@ -9,7 +9,10 @@ import pytest
 
 from tests.repo.tree import ROOT, library_files, relative
 
-HEAVY = ("torch", "transformers", "onnx", "onnxruntime", "numpy", "huggingface_hub", "av", "PIL", "jinja2")
+HEAVY = (
+    "torch", "transformers", "onnx", "onnxruntime", "numpy", "huggingface_hub", "av", "PIL", "jinja2",
+    "filelock",
+)  # fmt: skip
 
 # What these change when they are imported is theirs; only what comes on top is ours.
 LIBRARIES = (

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from vlexport import specs
-from vlexport._build.timings import Timings, expected_build, keep, recall
 from vlexport.cli.config import read_config, write_options
 from vlexport.cli.options import (
     BUNDLES_DIR,
@@ -152,6 +151,7 @@ def build(
         check_tag(options.output_dir, name)
     from vlexport._build.limits import needs_process
     from vlexport._build.request import request
+    from vlexport._build.timings import Timings, expected_build, keep, recall
 
     arguments, choice = _settled(arguments, as_json=as_json, stderr=True)
     kind = ("build", arguments["backend"], arguments["dtype"])

@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from vlexport._build.timings import Timings, keep, recall
 from vlexport.cli.options import (
     ADAPTER,
     BUNDLE,
@@ -78,6 +77,7 @@ def _checked(bundle: Path, *, accuracy: bool, **options: Any) -> Checked:
 
     if not accuracy:
         return library(bundle, **options)
+    from vlexport._build.timings import Timings, keep, recall
     from vlexport.bundle import Bundle
 
     manifest = Bundle.open(bundle, verify="lazy").manifest

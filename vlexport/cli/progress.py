@@ -8,14 +8,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Column, Table
 
-from vlexport._build.timings import Timings
 from vlexport.cli.output import EVENTS, UNDER_BAR, console_of, is_quiet, print_error, print_line
+
+if TYPE_CHECKING:
+    from vlexport._build.timings import Timings
 
 ProgressCall = Callable[[str, float], None]
 
