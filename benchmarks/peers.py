@@ -258,8 +258,12 @@ def main(arguments: Sequence[str]) -> None:
     settings = parser.parse_args(arguments)
     settings.shapes = {size: shape_of(size) for size in settings.sizes}
     settings.python = str(Path(settings.python).absolute())
-    run = Run(settings.folder.resolve() / f"depth-{settings.depth}", settings)
     peers = [peer for peer in PEERS if peer.name.startswith(tuple(settings.peers))]
+    if not peers:
+        parser.error(
+            f"--peers {' '.join(settings.peers)}: none; there are {', '.join(peer.name for peer in PEERS)}"
+        )
+    run = Run(settings.folder.resolve() / f"depth-{settings.depth}", settings)
     for size in settings.shapes:
         if (
             not (run.folder / f"exact {size}.npy").exists()
