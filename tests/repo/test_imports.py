@@ -221,7 +221,7 @@ ALLOWED = {
     "bundle": {"bundle.user_folders", "_build.sources", "specs", "target"},
     "_build.estimate": {"specs"},
     # Grids and rates are defined with the rules of positions.
-    "pruning": {"_build.aoti", "positions"},
+    "pruning": {"_build.aoti", "_build.parts", "positions"},
     "positions": {"specs"},
     # Towers of models of other systems become bundles of the same checkpoint, which prune and place there.
     "integrations": {
@@ -237,11 +237,13 @@ ALLOWED = {
     "media": {"specs"},
     "target": set(),
     "_build.aoti": {"target"},
+    "_build.parts": set(),
     # Between the tower and the decoder, and in the bundle.
     "_build.token_graphs": {
         # The process that packages of a GPU are compiled and called in.
         "backends",
         "_build.aoti",
+        "_build.parts",
         "bundle",
         "bundle.user_folders",
         "positions",

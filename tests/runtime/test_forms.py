@@ -10,11 +10,11 @@ from __future__ import annotations
 import copy
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +28,7 @@ from tests.runtime.recorded import CHECKPOINT, recorded
 from vlexport._build import token_graphs
 from vlexport._build.build import build_checkpoint
 from vlexport._build.key import build_key
+from vlexport._build.parts import Part
 from vlexport._build.request import request as spec_of
 from vlexport._build.token_graphs import TokenGraphs, eager_graphs, open_graphs, planned_graphs, write_graphs
 from vlexport.backends import Folder, backend_names, find_backend
@@ -36,7 +37,6 @@ from vlexport.parity.graphs import NUM_PROMPTS, graph_rows
 from vlexport.positions.plan import write_kept_positions
 from vlexport.positions.rules import PositionOptions
 from vlexport.pruning.evs import EVS
-from vlexport.pruning.methods import find_method
 from vlexport.pruning.selectors import BestRows, Selection
 from vlexport.runtime.decoder import DecoderOptions, TransformersDecoder
 from vlexport.runtime.generate import AnswerGenerator, RuntimeOptions
@@ -51,6 +51,7 @@ PAGE = ROOT / "docs" / "graphs.md"
 STAGES = ("prune", "layout", "positions")
 WHOLE, PRUNED, OUTER = "two_images", "evs_q50_tall_fps1", "evs_outer_q50"
 Run = Callable[..., Any]
+NAMES = {BestRows: "prune", token_graphs._Rows: "positions", token_graphs._Kept: "kept"}
 Families = dict[str, tuple[Pipeline, Request, Request]]
 
 
@@ -61,24 +62,19 @@ class Packages:
     calls: Counter[str] = field(default_factory=Counter)
 
     @contextmanager
-    def begin(self, program: SimpleNamespace, path: Path, settings: object) -> Iterator[Callable[[], object]]:
-        yield lambda: path.write_bytes(f"{program.name} {program.device}".encode())
+    def begin(self, device: str, path: Path, settings: object) -> Iterator[Callable[[], object]]:
+        yield lambda: path.write_bytes(device.encode())
 
-    def load(self, content: bytes, _: str) -> Run:
-        name, device = content.decode().split()
-        programs: dict[str, Run] = {
-            "prune": BestRows(find_method("evs")),
-            "positions": token_graphs._Rows(),
-            "kept": token_graphs._Kept(),
-        }
+    def functions(self, device: str, parts: Sequence[Part]) -> Iterator[Run]:
+        for part in parts:
+            yield partial(self.run, part, device)
 
-        def run(*tensors: Tensor) -> tuple[Tensor, ...]:
-            assert {each.device.type for each in tensors} == {device}, f"{name} is for {device}"
-            self.calls[name] += 1
-            found = programs[name](*tensors)
-            return found if isinstance(found, tuple) else (found,)
-
-        return run
+    def run(self, part: Part, device: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+        name = NAMES[type(part.program)]
+        assert {each.device.type for each in tensors} == {device}, f"{name} is for {device}"
+        self.calls[name] += 1
+        found = part.program(*tensors)
+        return found if isinstance(found, tuple) else (found,)
 
 
 @pytest.fixture
@@ -87,18 +83,11 @@ def packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Packages:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(token_graphs, "compiler", lambda: "g++")
     monkeypatch.setattr(token_graphs, "begun_package", found.begin)
-    monkeypatch.setattr(token_graphs, "load_function", found.load)
-    monkeypatch.setattr(
-        token_graphs, "exported_selection", lambda _, __, device: SimpleNamespace(name="prune", device=device)
-    )
+    monkeypatch.setattr(token_graphs, "load_function", lambda content, _: content.decode())
+    monkeypatch.setattr(token_graphs, "functions", found.functions)
+    monkeypatch.setattr(token_graphs, "exported", lambda _, device: device)
     monkeypatch.setattr(token_graphs, "TRIED_APART", ())
     monkeypatch.setattr(token_graphs, "_try", lambda *_: None)
-    names = {token_graphs._Rows: "positions", token_graphs._Kept: "kept"}
-    monkeypatch.setattr(
-        token_graphs,
-        "_exported",
-        lambda program, device: SimpleNamespace(name=names[type(program)], device=device),
-    )
     return found
 
 

@@ -126,12 +126,11 @@ PAYLOADS: tuple[tuple[str, str, Damage], ...] = (
     ("onnxruntime", "model.onnx", mutate_onnx),
     ("eager", "program.pt2", mutate_archive),
     ("openvino", "model.xml", mutate_xml),
-    ("onnxruntime", "prune.pt2", mutate_archive),
+    ("onnxruntime", "tokens.pt2", mutate_archive),
     ("inductor", "program.pt2", mutate_archive),
     ("onnxruntime", "model.weights", mutate_bytes),
     ("openvino", "model.bin", mutate_bytes),
     ("inductor", "program.safetensors", mutate_bytes),
-    ("onnxruntime", "kept_positions.pt2", mutate_archive),
     ("onnxruntime", "prune.onnx", mutate_onnx),
 )
 

@@ -13,10 +13,10 @@ import json
 import logging
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
 from typing import Literal, Protocol
@@ -26,7 +26,8 @@ from filelock import FileLock, Timeout
 from torch import Tensor, nn
 
 from vlexport import system
-from vlexport._build.aoti import Settings, begun_package, compiler, load_function, target_here
+from vlexport._build.aoti import begun_package, compiler, load_function, target_here
+from vlexport._build.parts import Part, exported, functions
 from vlexport._build.sources import digest_with_imports
 from vlexport.backends import BuildLimits, _child
 from vlexport.bundle import GraphsIdentity
@@ -49,7 +50,7 @@ from vlexport.positions.plan import (
     write_positions,
 )
 from vlexport.pruning.cells import CellChoice
-from vlexport.pruning.compile import exported_chooser, exported_selection, precision_of
+from vlexport.pruning.compile import chooser_part, precision_of, selection_part
 from vlexport.pruning.methods import METHODS, find_method
 from vlexport.pruning.pixels import Choose, kept_cells
 from vlexport.pruning.selectors import Selection, Selector, eager
@@ -61,16 +62,18 @@ Form = Literal["compiled", "eager"]
 # Stage to `compiled`, or `eager` with the reason.
 Forms = MutableMapping[str, str]
 CELLS = "cells_{}.pt2"
-PACKAGES = PRUNE, POSITIONS, KEPT_POSITIONS = "prune.pt2", "positions.pt2", "kept_positions.pt2"
+# What runs on the device on which rows arrive, and what runs on the host where that is another.
+PACKAGES = TOKENS, HOST = "tokens.pt2", "host.pt2"
 # Packages for these devices are compiled, and called once, in a process of their own: with torch 2.11 on an
 # H100 it crashed (docs/gpu.md).
 TRIED_APART = ("cuda",)
 # What shapes a package besides torch.
-MAKERS = tuple(f"vlexport.{part}" for part in ("_build.aoti", "_build.token_graphs", "positions", "pruning"))
+MAKERS = tuple(
+    f"vlexport.{part}"
+    for part in ("_build.aoti", "_build.parts", "_build.token_graphs", "positions", "pruning")
+)
 # Of one package; on two busy cores a minute.
 LONGEST_COMPILE_SECONDS = 300.0
-# No two sizes alike, as equal ones may be taken for one: columns, rows, items, frame times.
-EXAMPLE = {"N": 61, "S": 40, "M": 3, "X": 9}
 
 
 class Payloads(Protocol):
@@ -241,7 +244,7 @@ def write_graphs(identity: GraphsIdentity, folder: Path, dtype: str) -> GraphsId
         return identity
     try:
         if identity.target.device in TRIED_APART:
-            count = len(PACKAGES) + len(identity.cells)
+            count = len(_names(identity))
             work = _child.Work(
                 function=f"{__name__}:write_packages",
                 job=_job(identity, folder, dtype),
@@ -252,7 +255,7 @@ def write_graphs(identity: GraphsIdentity, folder: Path, dtype: str) -> GraphsId
         else:
             _write_packages(identity, folder, dtype)
     except (_child.CrashedError, UnsupportedError, MisfitError, ResourceError) as error:
-        for name in (*PACKAGES, *map(CELLS.format, identity.cells)):
+        for name in _names(identity):
             (folder / name).unlink(missing_ok=True)
         return replace(identity, target=None, reason=str(error), cells=())
     return identity
@@ -263,40 +266,45 @@ def _job(identity: GraphsIdentity, folder: Path, dtype: str) -> str:
     return json.dumps([identity.selector, identity.cells, identity.target.device, str(folder), dtype])
 
 
+def _names(identity: GraphsIdentity) -> tuple[str, ...]:
+    """Return the files of the packages of a target."""
+    assert identity.target is not None
+    here = PACKAGES[: 1 if identity.target.device == "cpu" else 2]
+    return (*here, *map(CELLS.format, identity.cells))
+
+
 def _kept(identity: GraphsIdentity, dtype: str) -> dict[str, CacheFile]:
     """Return where the user's cache keeps each package.
 
-    A dtype or a selector changes nothing about positions, nor a device about those of whole prompts.
+    A dtype, a selector or a device changes nothing about what runs on the host beside it.
     """
     target = identity.target
     assert target is not None
     assert identity.selector is not None
-    host = replace(target, device="cpu")
-    own = {
-        PRUNE: (identity.selector, dtype, target.tag),
-        POSITIONS: (host.tag,),
-        KEPT_POSITIONS: (target.tag,),
-        **{CELLS.format(name): (host.tag,) for name in identity.cells},
-    }
+    own, host = (identity.selector, dtype, target.tag), (replace(target, device="cpu").tag,)
     source = digest_with_imports(f"import {__name__}".encode(), MAKERS)
-    parts = {name: "\n".join((name, *words, source)) for name, words in own.items()}
+    keys = {name: "\n".join((name, *(own if name == TOKENS else host), source)) for name in _names(identity)}
     return {
-        name: CacheFile.of("graphs", hashlib.sha256(text.encode()).hexdigest())
-        for name, text in parts.items()
+        name: CacheFile.of("graphs", hashlib.sha256(text.encode()).hexdigest()) for name, text in keys.items()
     }
+
+
+def _parts(identity: GraphsIdentity, dtype: str) -> dict[str, tuple[Part, ...]]:
+    """Return what is in each package: pruning, positions of kept tokens and of whole prompts, then rules."""
+    assert identity.target is not None
+    assert identity.selector is not None
+    prune = selection_part(find_method(identity.selector), dtype)
+    kept, rows = (_position_part(each) for each in (_Kept(), _Rows()))
+    whole = {TOKENS: (prune, kept, rows)}
+    packages = whole if identity.target.device == "cpu" else {TOKENS: (prune, kept), HOST: (rows,)}
+    return packages | {CELLS.format(name): (chooser_part(name),) for name in identity.cells}
 
 
 def _write_packages(identity: GraphsIdentity, folder: Path, dtype: str) -> None:
     target = identity.target
     assert target is not None
     assert identity.selector is not None
-    selector, device = find_method(identity.selector), target.device
-    programs: dict[str, tuple[Callable[[], torch.export.ExportedProgram], Settings]] = {
-        PRUNE: (lambda: exported_selection(selector, dtype, device), precision_of(selector)),
-        POSITIONS: (lambda: _exported(_Rows(), "cpu"), {}),
-        KEPT_POSITIONS: (lambda: _exported(_Kept(), device), {}),
-    }
-    programs |= {CELLS.format(name): (partial(exported_chooser, name), {}) for name in identity.cells}
+    precision, parts = precision_of(find_method(identity.selector)), _parts(identity, dtype)
     with ExitStack() as stack:
         unfinished = []
         for name, kept in _kept(identity, dtype).items():
@@ -306,8 +314,8 @@ def _write_packages(identity: GraphsIdentity, folder: Path, dtype: str) -> None:
                 (folder / name).write_bytes(content)
                 continue
             path = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder.parent)), name)
-            trace, settings = programs[name]
-            program = trace()
+            program = exported(parts[name], target.device if name == TOKENS else "cpu")
+            settings = precision if name == TOKENS else {}
             finish = stack.enter_context(begun_package(program, path, settings))
             unfinished.append((kept, path, program, finish))
         for kept, path, program, finish in unfinished:
@@ -363,9 +371,11 @@ def open_graphs(identity: GraphsIdentity, payloads: Payloads, dtype: str) -> Tok
             warn_once(f"pruning and positions run eagerly: {reason}")
             return replace(plain, reason=reason)
         try:
-            prune, rows, kept = (load_function(payloads.read(name), name) for name in PACKAGES)
-            files = {name: CELLS.format(name) for name in identity.cells}
-            cells = {name: _chooser(payloads.read(file), file) for name, file in files.items()}
+            prune, kept, rows, *choosers = (
+                function
+                for name, parts in _parts(identity, dtype).items()
+                for function in functions(load_function(payloads.read(name), name), parts)
+            )
         except (MisfitError, ResourceError) as error:
             # Of this machine, and for pruning and answers alone.
             warn_once(f"pruning and positions run eagerly: {error}")
@@ -393,13 +403,11 @@ def open_graphs(identity: GraphsIdentity, payloads: Payloads, dtype: str) -> Tok
         device=identity.target.device,
         packaged_rows=write,
         packaged_kept=write_kept,
-        packaged_cells=cells,
+        packaged_cells=dict(zip(identity.cells, map(_chooser, choosers), strict=True)),
     )
 
 
-def _chooser(content: bytes, file: str) -> Choose:
-    choose = load_function(content, file)
-
+def _chooser(choose: Callable[..., Sequence[Tensor]]) -> Choose:
     def run(cells_THWCB: Tensor, room_K: Tensor) -> tuple[Tensor, Tensor]:
         kept_K, count = choose(cells_THWCB.contiguous(), room_K)
         return kept_K, count
@@ -422,7 +430,9 @@ def _damages_named() -> Iterator[None]:
 class _Rows(nn.Module):
     """`write_positions` with its tensors side by side."""
 
-    sizes = "NNNSM" + "SSSS" + "1"
+    num_results = 1
+    # Columns, rows and items.
+    sizes = (61, 61, 61, 41, 3, 41, 41, 41, 41, 1)
 
     def forward(self, *tensors: Tensor) -> Tensor:
         return write_positions(PositionPlan(*tensors[:5]), BlockRows(*tensors[5:9]), tensors[9], True)
@@ -431,14 +441,15 @@ class _Rows(nn.Module):
 class _Kept(nn.Module):
     """`write_kept_positions` with its tensors side by side."""
 
-    sizes = "NNNSM" + "SMMMX"
+    num_results = 2
+    # Columns, rows, items and times of frames.
+    sizes = (53, 53, 53, 37, 5, 37, 5, 5, 5, 11)
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         return write_kept_positions(PositionPlan(*tensors[:5]), KeptCells(*tensors[5:]), True)
 
 
-def _exported(program: _Rows | _Kept, device: str) -> torch.export.ExportedProgram:
-    lengths = [EXAMPLE.get(size, 1) for size in program.sizes]
-    example = tuple(torch.ones(length, dtype=torch.int64, device=device) for length in lengths)
-    free = tuple({0: torch.export.Dim.DYNAMIC} if size in EXAMPLE else {} for size in program.sizes)
-    return torch.export.export(program.eval(), example, dynamic_shapes=(free,), strict=False)
+def _position_part(program: _Rows | _Kept) -> Part:
+    example = tuple(torch.ones(size, dtype=torch.int64) for size in program.sizes)
+    free = tuple({0: torch.export.Dim.DYNAMIC} if size > 1 else {} for size in program.sizes)
+    return Part(program, example, free, num_results=program.num_results)

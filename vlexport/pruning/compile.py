@@ -15,9 +15,10 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.export import Dim, ExportedProgram
+from torch.export import Dim
 
 from vlexport._build.aoti import Settings
+from vlexport._build.parts import Part
 from vlexport.errors import UnsupportedError
 from vlexport.pruning.pixels import Chooser
 from vlexport.pruning.selectors import MAX_WIDTH, BestRows, Selector
@@ -37,7 +38,8 @@ ONNX_OUTPUTS = ("rows", "kept")
 
 def onnx_program(selector: Selector, *, dtype: str) -> torch.onnx.ONNXProgram:
     """Translate the selection, `embeds` and `share` to `rows` and `kept`, into standard operators."""
-    program = exported_selection(selector.portable(), dtype, "cpu")
+    part = selection_part(selector.portable(), dtype)
+    program = torch.export.export(part.program.eval(), part.example, dynamic_shapes=part.sizes, strict=False)
     with _quiet_torch():
         translated = torch.onnx.export(
             program,
@@ -60,32 +62,27 @@ def precision_of(selector: Selector) -> Settings:
     return {"emulate_precision_casts": True}
 
 
-def exported_selection(selector: Selector, dtype: str, device: str) -> ExportedProgram:
-    """Trace the selection once with every size free."""
-    program = BestRows(selector).eval()
+def selection_part(selector: Selector, dtype: str) -> Part:
+    """Return the selection as a part of a package, every size free."""
     tokens = Dim.DYNAMIC(max=selector.most_packaged)
     embeds_sizes = {0: Dim.DYNAMIC(min=2), 1: tokens, 2: Dim.DYNAMIC(min=4, max=MAX_WIDTH)}
-    sizes = (embeds_sizes, {0: Dim.DYNAMIC})
-    return torch.export.export(program, _example(dtype, device), dynamic_shapes=sizes, strict=False)
+    return Part(BestRows(selector), _example(dtype), (embeds_sizes, {0: Dim.DYNAMIC}), num_results=2)
 
 
-def exported_chooser(name: str) -> ExportedProgram:
-    """Trace a rule that chooses cells once with every size free but the number of colours."""
+def chooser_part(name: str) -> Part:
+    """Return a rule that chooses cells as a part of a package, every size free but the number of colours."""
     cells_THWCB = torch.zeros(EXAMPLE_THWCB, dtype=torch.uint8)
-    sizes = dict.fromkeys((0, 1, 2, 4), Dim.DYNAMIC)
     room_K = torch.empty(EXAMPLE_K, dtype=torch.bool)
-    shapes = (sizes, {0: Dim.DYNAMIC})
-    return torch.export.export(
-        Chooser(name).eval(), (cells_THWCB, room_K), dynamic_shapes=shapes, strict=False
-    )
+    sizes = (dict.fromkeys((0, 1, 2, 4), Dim.DYNAMIC), {0: Dim.DYNAMIC})
+    return Part(Chooser(name), (cells_THWCB, room_K), sizes, num_results=2)
 
 
-def _example(dtype: str, device: str) -> tuple[Tensor, Tensor]:
+def _example(dtype: str) -> tuple[Tensor, Tensor]:
     if dtype not in DTYPES:
         raise UnsupportedError(f"dtype '{dtype}': expected one of {', '.join(sorted(DTYPES))}.")
     generator = torch.Generator().manual_seed(0)
-    embeds_TND = torch.randn(EXAMPLE_TND, generator=generator).to(device, DTYPES[dtype])
-    share_K = torch.full((EXAMPLE_K,), EXAMPLE_K / (EXAMPLE_TND[0] * EXAMPLE_TND[1]), device=device)
+    embeds_TND = torch.randn(EXAMPLE_TND, generator=generator).to(DTYPES[dtype])
+    share_K = torch.full((EXAMPLE_K,), EXAMPLE_K / (EXAMPLE_TND[0] * EXAMPLE_TND[1]))
     return embeds_TND, share_K
 
 
