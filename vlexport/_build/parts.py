@@ -31,14 +31,11 @@ class Part(NamedTuple):
 
     def idle(self, device: torch.device) -> tuple[Tensor, ...]:
         """Return the smallest tensors that the program takes; ones are places and shares everywhere."""
-        shapes = [
-            [min(size, IDLE_SIZE) if axis in free else size for axis, size in enumerate(tensor.shape)]
-            for tensor, free in zip(self.example, self.sizes, strict=True)
-        ]
-        kinds = [tensor.dtype for tensor in self.example]
-        return tuple(
-            torch.ones(shape, dtype=kind, device=device) for shape, kind in zip(shapes, kinds, strict=True)
-        )
+        tensors = []
+        for tensor, free in zip(self.example, self.sizes, strict=True):
+            shape = [IDLE_SIZE if axis in free else size for axis, size in enumerate(tensor.shape)]
+            tensors.append(torch.ones(shape, dtype=tensor.dtype, device=device))
+        return tuple(tensors)
 
 
 class _Together(nn.Module):
@@ -52,8 +49,8 @@ class _Together(nn.Module):
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         results: list[Tensor] = []
         for program, count in zip(self.programs, self.counts, strict=True):
-            found = program(*tensors[:count])
-            results += [found] if isinstance(found, Tensor) else found
+            outputs = program(*tensors[:count])
+            results += [outputs] if isinstance(outputs, Tensor) else outputs
             tensors = tensors[count:]
         return tuple(results)
 

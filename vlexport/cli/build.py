@@ -171,8 +171,7 @@ def build(
         else:
             weights = spec.scale.num_weights
             overall.expected = expected_build(*kind[1:], weights)[0].phases
-            # Imports torch; what was given is in order by now.
-            from vlexport._build.build import build_checkpoint
+            from vlexport._build.build import build_checkpoint  # torch too: the request is in order by now
 
             built = build_checkpoint(spec, progress)
         if media and built.is_good:
