@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import io
+import mmap
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +29,7 @@ from vlexport.media.listing import files_of
 from vlexport.recipe import read_card
 from vlexport.reports.compare import compare
 from vlexport.runtime.outputs import outcome_of
-from vlexport.system import check_folder, make_folder, shortage
+from vlexport.system import MappedFile, check_folder, make_folder, release, shortage
 
 DIGEST = "0" * 64
 CODES = {errno.EIO: 1, errno.EMFILE: 7, errno.ENFILE: 7, errno.ENOMEM: 7}
@@ -144,3 +146,30 @@ def test_what_ran_out_is_distinguished_from_what_libraries_make_of_it(tmp_path, 
             assert isinstance(shortage(outer), ResourceError)
     for other in (RuntimeError("Guard failed"), OSError(2, "No such file"), ValueError("x")):
         assert shortage(other, tmp_path, tmp_path) is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")
+def test_pages_of_a_file_are_released_in_all_its_mappings_but_written_ones(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(b"1" * 2**20)
+
+    def resident() -> int:
+        sizes = [0]
+        for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+            if "-" in line.split()[0]:
+                ours = line.endswith(str(path))
+            elif ours and line.startswith("Rss:"):
+                sizes.append(int(line.split()[1]))
+        return sum(sizes)
+
+    with path.open("rb") as file:
+        view = memoryview(MappedFile(file.fileno()))
+        written = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    with Path(view.obj.path).open("rb") as file:  # type: ignore[attr-defined]
+        library = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    written[:] = b"2" * 2**20
+    assert bytes(view) == library[:]
+    assert resident() == 3 * 1024
+    release(view)
+    assert resident() == 1024
+    assert (written[:], library[:]) == (b"2" * 2**20, b"1" * 2**20)

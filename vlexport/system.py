@@ -15,10 +15,12 @@ import secrets
 import shutil
 import sys
 import tempfile
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import Event, Thread
+from typing import Self
 
 from vlexport.errors import RequestError, ResourceError, VlexportError
 
@@ -276,6 +278,32 @@ def give_back(size: int = WORTH_A_SEARCH) -> None:
             trim(0)
 
 
+class MappedFile(mmap.mmap):
+    """A file, mapped to be read; `path` opens it again, also where another one has its name by then."""
+
+    path: str
+
+    def __new__(cls, descriptor: int, size: int = 0) -> Self:
+        mapped = super().__new__(cls, descriptor, size, access=mmap.ACCESS_READ)
+        own = os.dup(descriptor)
+        mapped.path = f"/dev/fd/{own}"
+        weakref.finalize(mapped, os.close, own)
+        return mapped
+
+    def release(self) -> None:
+        """Let go of its pages in every mapping of this process, where the system lists them."""
+        self.madvise(mmap.MADV_DONTNEED)
+        if sys.platform == "linux":
+            status, library = Path(self.path).stat(), ctypes.CDLL(None)
+            device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
+            for line in Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines():
+                place, access, _, *file = line.split()[:5]
+                if access.startswith("r--") and file == [device, str(status.st_ino)]:
+                    start, end = (int(border, 16) for border in place.split("-"))
+                    pages = ctypes.c_void_p(start), ctypes.c_size_t(end - start)
+                    library.madvise(*pages, mmap.MADV_DONTNEED)
+
+
 @contextmanager
 def released(mapped: memoryview) -> Iterator[None]:
     """Let go of mapped pages again and again while they are read, each of which is needed once."""
@@ -297,5 +325,5 @@ def released(mapped: memoryview) -> Iterator[None]:
 
 def release(mapped: memoryview) -> None:
     """Let go of the pages of a mapped file; what is read again comes from the file."""
-    if isinstance(mapped.obj, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
-        mapped.obj.madvise(mmap.MADV_DONTNEED)
+    if isinstance(mapped.obj, MappedFile) and hasattr(mmap, "MADV_DONTNEED"):
+        mapped.obj.release()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from tests.backends.towers import (
 from tests.golden_towers import items_of, write_recorded_tower
 from tests.slice_mixes import random_mix
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
-from vlexport.backends import EngineSpec, Folder, Options, _engine, find_backend
+from vlexport.backends import Engine, EngineSpec, Folder, Options, _engine, find_backend, openvino
 from vlexport.parity.samples import random_items
 from vlexport.system import give_back
 
@@ -117,6 +118,47 @@ def test_weights_are_used_where_they_lie(sharp, tmp_path, monkeypatch):
     assert len(mappings()) > before
     assert set(mappings()) == {"r--s"}
     runner.close()
+
+
+class Swapped(Folder):
+    """A folder in which another file has the name of the weights as soon as they are mapped."""
+
+    def map(self, name: str) -> memoryview:
+        found = super().map(name)
+        (self.path / "other").write_bytes(bytes(len(found)))
+        (self.path / "other").replace(self.path / name)
+        return found
+
+
+def never(*_: object) -> None:
+    raise AssertionError("the other form is opened")
+
+
+@pytest.mark.seconds
+def test_the_compiled_form_opens_on_its_kind_of_processor_and_the_model_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openvino, "LARGE", 0)
+    tower = build_tower(sharp_checkpoint(tmp_path / "checkpoint", depth=2), "openvino", tmp_path / "engine")
+    core = openvino._library().Core
+
+    def errors(payloads: Folder) -> tuple[float, float]:
+        engine = Engine(
+            find_backend("openvino").open(payloads, tower.engine.spec, Options(threads=1)), tower.engine.spec
+        )
+        with engine:
+            return replace(tower, engine=engine).errors(random_calls(1, WIDTH)[0])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(core, "compile_model", never)
+        here = errors(Folder(tower.files))
+    assert here < (RELATIVE_L2, WORST_TOKEN)
+    for owner, name, given in ((torch.cpu, "get_capabilities", {"new": True}), (openvino, "version", "1.0")):
+        with monkeypatch.context() as patch:
+            patch.setattr(core, "import_model", never)
+            patch.setattr(owner, name, lambda *_, value=given: value)
+            assert errors(Folder(tower.files)) == here
+    assert errors(Swapped(tower.files)) == here
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import mmap
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ from vlexport._build.estimate import Costs, DeviceNeeds, TowerScale
 from vlexport.codec import checked
 from vlexport.errors import InputError, RequestError, UnsupportedError
 from vlexport.specs import Precision, Quantisation, ShapeProfile, TensorSpec
+from vlexport.system import MappedFile
 from vlexport.target import Target, platform_here
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class Folder:
 
     def map(self, name: str) -> memoryview:
         with (self.path / name).open("rb") as file:
-            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+            return memoryview(MappedFile(file.fileno()))
 
 
 class Runner(ABC):

@@ -16,9 +16,18 @@ from vlexport._build.estimate import Costs
 from vlexport.backends import log_progress
 from vlexport.backends._engine import is_large, refused_by
 from vlexport.backends._inspection import Inside, Sums, as_arrays, write_run
-from vlexport.backends.base import Backend, Capability, EngineSpec, Options, Payloads, Progress, Runner
+from vlexport.backends.base import (
+    Backend,
+    Capability,
+    EngineSpec,
+    Folder,
+    Options,
+    Payloads,
+    Progress,
+    Runner,
+)
 from vlexport.specs import Precision, Quantisation
-from vlexport.system import give_back, release, released
+from vlexport.system import MappedFile, give_back, release, released
 from vlexport.target import Target
 
 if TYPE_CHECKING:
@@ -28,6 +37,12 @@ if TYPE_CHECKING:
 
 MODEL = "model.xml"
 WEIGHTS = "model.bin"
+# What the library makes of a model for one kind of processor, which the model names, with those weights only
+# that it converts. Kept of large ones, whose compilation takes seconds.
+COMPILED = "compiled.bin"
+MADE_FOR = ["vlexport", "compiled_for"]
+WITHOUT_WEIGHTS = {"CACHE_MODE": "OPTIMIZE_SIZE"}
+LARGE = 1 << 28
 REPORTER = "openvino_telemetry"
 # Columns of what a layer takes that share a scale: 32 are a fifth slower than float32's half, 128 a third.
 INT8 = Quantisation(name="int8", group=0, activations=128)
@@ -46,7 +61,7 @@ class OpenVino(Backend):
     extra = "openvino"
     summary = "OpenVINO on the CPU, attention fused over rows of windows and padded buckets of frames"
     form = "padded"
-    mapped = (WEIGHTS,)
+    mapped = (WEIGHTS, COMPILED)
     reads_older = True
     has_trtexec = False
     distributions = ("torch", "onnx", "onnxscript", "onnx-ir", "openvino")
@@ -89,6 +104,16 @@ class OpenVino(Backend):
         return replace(self.target(), instruction_set=BFLOAT16 if precision.dtype == "bfloat16" else None)
 
     def build(self, graph: Graph, options: Options, out: Path, progress: Progress = log_progress) -> None:
+        self._write(graph, out)
+        payloads, core = Folder(out), _library().Core()
+        model = _model(core, payloads.read(MODEL), payloads.map(WEIGHTS))
+        if _info(model, MADE_FOR):
+            settings = _settings(options, _info(model, GROUP)) | WITHOUT_WEIGHTS
+            with released(model.kept):
+                compiled = core.compile_model(model, "CPU", settings).export_model()
+            (out / COMPILED).write_bytes(compiled.getvalue())
+
+    def _write(self, graph: Graph, out: Path) -> None:
         from vlexport.onnx import passes, quantize, to_onnx
 
         library = _library()
@@ -106,6 +131,8 @@ class OpenVino(Backend):
             read = library.Core().read_model(path)
             if graph.quantisation is not None:
                 read.set_rt_info(str(graph.quantisation.activations), GROUP)
+            if path.with_suffix(".weights").stat().st_size >= LARGE:
+                read.set_rt_info(_processor(), MADE_FOR)
             _name_by_place(read)
             library.save_model(read, out / MODEL, compress_to_fp16=False)
             del read
@@ -114,7 +141,7 @@ class OpenVino(Backend):
         return _Runner(payloads, options, [output.name for output in spec.outputs])
 
     def write_standalone(self, graph: Graph, options: Options, folder: Path) -> str:
-        self.build(graph, options, folder)
+        self._write(graph, folder)
         return write_run(folder, self.job(options, graph.quantisation))
 
     def job(self, options: Options, quantisation: Quantisation | None) -> dict[str, object]:
@@ -130,6 +157,10 @@ class OpenVino(Backend):
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             weights = {node.get_friendly_name(): _tensor(node.get_data(), node) for node in constants}
         return Inside(weights=weights, release=lambda: release(model.kept), sums=_sums(core, model))
+
+
+def _info(model: Any, path: list[str]) -> str | None:
+    return str(model.get_rt_info(path).value) if model.has_rt_info(path) else None
 
 
 def _name_by_place(model: Any) -> None:
@@ -219,6 +250,14 @@ def _library() -> Any:
     return openvino
 
 
+def _processor() -> str:
+    """Name what the compiled form depends on: the library's version and the processor's instructions."""
+    import torch
+
+    instructions = (name for name, has in torch.cpu.get_capabilities().items() if has is True)
+    return " ".join((version("openvino"), *sorted(instructions)))
+
+
 def _settings(options: Options, group: str | None) -> dict[str, object]:
     settings: dict[str, object] = {
         "NUM_STREAMS": 1,
@@ -233,34 +272,44 @@ def _settings(options: Options, group: str | None) -> dict[str, object]:
 
 def _model(core: Any, content: bytes, weights: memoryview) -> Any:
     """Read a model whose constants lie in these bytes."""
-    import numpy as np
-    import openvino
-
-    # The library takes writable arrays only, though it writes into no constant.
-    place = np.frombuffer(weights, np.uint8).ctypes.data
-    array = np.ctypeslib.as_array((ctypes.c_uint8 * len(weights)).from_address(place))
-    model = core.read_model(content, openvino.Tensor(array, shared_memory=True))
+    model = core.read_model(content, _bytes(weights))
     # The library does not keep them.
     model.kept = weights
     return model
 
 
+def _bytes(content: memoryview) -> Any:
+    import numpy as np
+    import openvino
+
+    # The library takes writable arrays only, though it writes into none of these.
+    place = np.frombuffer(content, np.uint8).ctypes.data
+    array = np.ctypeslib.as_array((ctypes.c_uint8 * len(content)).from_address(place))
+    return openvino.Tensor(array, shared_memory=True)
+
+
 class _Runner(Runner):
     def __init__(self, payloads: Payloads, options: Options, outputs: list[str]) -> None:
         self._core = _library().Core()
-        content, weights = payloads.read(MODEL), payloads.map(WEIGHTS)
+        content, self._weights = payloads.read(MODEL), payloads.map(WEIGHTS)
         with refused_by(f"OpenVINO {version('openvino')}"):
-            self._model = _model(self._core, content, weights)
-        self._options, self._outputs = options, outputs
+            self._model = _model(self._core, content, self._weights)
+        self._settings, self._outputs = _settings(options, _info(self._model, GROUP)), outputs
+        self._compiled = None
+        # The library finds weights of a compiled form by a path.
+        if isinstance(self._weights.obj, MappedFile) and _info(self._model, MADE_FOR) == _processor():
+            self._compiled = payloads.map(COMPILED)
+            self._settings |= {**WITHOUT_WEIGHTS, "WEIGHTS_PATH": self._weights.obj.path}
         self._request = self._begin()
         self._begun = False
 
     def _begin(self) -> Any:
         """Compile the model; of weights that the library rearranges, the mapped ones are needed once."""
-        model = self._model
-        group = str(model.get_rt_info(GROUP).value) if model.has_rt_info(GROUP) else None
-        with refused_by(f"OpenVINO {version('openvino')}"), released(model.kept):
-            compiled = self._core.compile_model(model, "CPU", _settings(self._options, group))
+        with refused_by(f"OpenVINO {version('openvino')}"), released(self._weights):
+            if self._compiled is None:
+                compiled = self._core.compile_model(self._model, "CPU", self._settings)
+            else:
+                compiled = self._core.import_model(_bytes(self._compiled), "CPU", self._settings)
             return compiled.create_infer_request()
 
     def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

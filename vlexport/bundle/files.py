@@ -8,7 +8,6 @@ Large files have a digest for each part too, so that every processor hashes some
 from __future__ import annotations
 
 import hashlib
-import mmap
 import os
 import re
 import stat
@@ -21,7 +20,7 @@ from threading import Lock
 from typing import BinaryIO
 
 from vlexport.errors import BundleError, InputError
-from vlexport.system import shortage
+from vlexport.system import MappedFile, shortage
 
 MANIFEST_NAME = "manifest.json"
 # Where a build keeps what it read back from the network that its library made; few backends have one.
@@ -192,7 +191,7 @@ def map_payload(root: Path, name: str, record: FileRecord) -> memoryview:
         _check_size(root, name, size, record)
         if not _is_fixed(os.fstat(file.fileno())):
             return memoryview(read_payload(root, name, record))
-        view = memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ))
+        view = memoryview(MappedFile(file.fileno(), size))
     record.require(root, name, view)
     return view
 
