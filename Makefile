@@ -68,7 +68,7 @@ test-ci: $(ready)
 # precision of Qwen2-VL; recorded requests and builds of the other families; quantised and adapted checkpoints; the
 # demo; the Hub's stand-in; steps of the GPU command; packages without a compiler; a checkout without an install;
 # collections that are cut off; archives for bug reports; answers and training of the trained checkpoint; a sample of
-# the planted bugs. Of tests with many cases, such as families or phases, the first two: `make test-full` runs all.
+# the planted bugs. Of tests with many cases, such as families or phases, the first: `make test-full` runs all.
 SLOW_PART := tests/test_traps.py tests/_build/test_environments.py tests/_build/test_build_faults.py tests/_build/test_build.py tests/_build/test_sources.py \
 	tests/checkpoint/test_tensors.py tests/_build/test_limited_build.py tests/test_private_recipes.py \
 	tests/backends/test_tensorrt_build_process.py tests/backends/test_tensorrt_network.py \
@@ -81,13 +81,13 @@ SLOW_PART := tests/test_traps.py tests/_build/test_environments.py tests/_build/
 	tests/parity/test_diagnosis.py tests/parity/test_sharp.py \
 	tests/onnx tests/vision tests/positions tests/pruning tests/parity/test_shipped.py \
 	tests/recipes/test_families.py tests/recipes/test_recorded_requests.py tests/recipes/test_qwen3_vl.py \
-	tests/recipes/test_qwen2_5_vl.py tests/recipes/test_minicpmv.py \
+	tests/recipes/test_minicpmv.py \
 	tests/cli/test_quantised.py tests/cli/test_adapters.py tests/cli/test_encode_collection.py \
 	tests/cli/test_repro.py tests/evaluate/test_answers.py tests/benchmarks/test_trained.py \
 	tests/integrations/test_data_parallel.py tests/mutation/test_mutants.py
 
 test-slow-part: $(ready)
-	$(pytest) -n 2 --dist loadfile -m 'slow and not full and not gpu' --cases 2 --durations=25 $(SLOW_PART)
+	$(pytest) -n 2 --dist loadfile -m 'slow and not full and not gpu' --cases 1 --durations=25 $(SLOW_PART)
 
 test-full: $(ready)
 	VLEXPORT_LANE=full $(pytest) -n 2 --dist loadfile -m 'not gpu'

@@ -176,7 +176,7 @@ def test_no_verb_of_a_checkout_imports_from_the_current_folder(traps: Path, clip
     run_all([SCRIPT], traps, clip)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_no_verb_of_an_installed_wheel_imports_from_the_current_folder(
     wheel: Path, traps: Path, clip: Path, tmp_path: Path
 ) -> None:
