@@ -173,3 +173,15 @@ def test_pages_of_a_file_are_released_in_all_its_mappings_but_written_ones(tmp_p
     release(view)
     assert resident() == 1024
     assert (written[:], library[:]) == (b"2" * 2**20, b"1" * 2**20)
+
+
+def test_a_mapped_file_is_released_where_a_system_does_not_list_what_is_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "weights").write_bytes(b"1" * 2**20)
+    monkeypatch.setattr(Path, "exists", lambda _: False)
+    with (tmp_path / "weights").open("rb") as file:
+        view = memoryview(mapped := MappedFile(file.fileno()))
+    monkeypatch.setattr(Path, "read_text", None)
+    release(view)
+    assert (mapped.path, bytes(view)) == (None, b"1" * 2**20)

@@ -279,21 +279,24 @@ def give_back(size: int = WORTH_A_SEARCH) -> None:
 
 
 class MappedFile(mmap.mmap):
-    """A file, mapped to be read; `path` opens it again, also where another one has its name by then."""
+    """A file, mapped to be read; `path` opens it again, also where another one has its name by then.
 
-    path: str
+    The path is None, and other mappings are not known, where the system does not list what a process has.
+    """
+
+    path: str | None
 
     def __new__(cls, descriptor: int, size: int = 0) -> Self:
         mapped = super().__new__(cls, descriptor, size, access=mmap.ACCESS_READ)
         own = os.dup(descriptor)
-        mapped.path = f"/dev/fd/{own}"
         weakref.finalize(mapped, os.close, own)
+        mapped.path = path if Path(path := f"/dev/fd/{own}").exists() else None
         return mapped
 
     def release(self) -> None:
-        """Let go of its pages in every mapping of this process, where the system lists them."""
+        """Let go of its pages in every mapping of this process."""
         self.madvise(mmap.MADV_DONTNEED)
-        if sys.platform == "linux":
+        if sys.platform == "linux" and self.path is not None:
             status, library = Path(self.path).stat(), ctypes.CDLL(None)
             device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
             for line in Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines():

@@ -28,7 +28,7 @@ from tests.slice_mixes import random_mix
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
 from vlexport.backends import Engine, EngineSpec, Folder, Options, _engine, find_backend, openvino
 from vlexport.parity.samples import random_items
-from vlexport.system import give_back
+from vlexport.system import MappedFile, give_back
 
 pytestmark = pytest.mark.skipif(
     find_backend("openvino").missing() is not None,
@@ -158,6 +158,10 @@ def test_the_compiled_form_opens_on_its_kind_of_processor_and_the_model_elsewher
             patch.setattr(core, "import_model", never)
             patch.setattr(owner, name, lambda *_, value=given: value)
             assert errors(Folder(tower.files)) == here
+    with monkeypatch.context() as patch:
+        patch.setattr(core, "import_model", never)
+        patch.setattr(MappedFile, "path", property(lambda _: None, lambda *_: None), raising=False)
+        assert errors(Folder(tower.files)) == here
     assert errors(Swapped(tower.files)) == here
 
 

@@ -194,9 +194,11 @@ def _sums(core: Any, model: Any) -> Sums:
         tapped.add_outputs([ends[name] for name in names])
         with released(model.kept):
             request = core.compile_model(tapped, "CPU", _settings(Options(), None)).create_infer_request()
-        request.infer(_as_taken({**inputs, **{f"{name}.fed": rows for name, rows in fed.items()}}))
+        taken = _as_taken({**inputs, **{f"{name}.fed": rows for name, rows in fed.items()}})
+        request.infer(taken, share_inputs=True)
+        # Rows stay in the request's own buffers, which nobody writes again.
         results = {name: request.get_output_tensor(first + place) for place, name in enumerate(names)}
-        tensors = {name: _tensor(tensor.data.copy(), tensor) for name, tensor in results.items()}
+        tensors = {name: _tensor(tensor.data, tensor) for name, tensor in results.items()}
         return {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
 
     return run
@@ -297,9 +299,10 @@ class _Runner(Runner):
         self._settings, self._outputs = _settings(options, _info(self._model, GROUP)), outputs
         self._compiled = None
         # The library finds weights of a compiled form by a path.
-        if isinstance(self._weights.obj, MappedFile) and _info(self._model, MADE_FOR) == _processor():
+        path = self._weights.obj.path if isinstance(self._weights.obj, MappedFile) else None
+        if path and _info(self._model, MADE_FOR) == _processor():
             self._compiled = payloads.map(COMPILED)
-            self._settings |= {**WITHOUT_WEIGHTS, "WEIGHTS_PATH": self._weights.obj.path}
+            self._settings |= {**WITHOUT_WEIGHTS, "WEIGHTS_PATH": path}
         self._request = self._begin()
         self._begun = False
 
