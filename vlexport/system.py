@@ -297,11 +297,11 @@ class MappedFile(mmap.mmap):
         """Let go of its pages in every mapping of this process."""
         self.madvise(mmap.MADV_DONTNEED)
         if sys.platform == "linux" and self.path is not None:
-            status, library = Path(self.path).stat(), ctypes.CDLL(None)
-            device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
+            # By name: file systems in layers list other numbers than `stat` has.
+            name, library = str(Path(self.path).readlink()), ctypes.CDLL(None)
             for line in Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines():
-                place, access, _, *file = line.split()[:5]
-                if access.startswith("r--") and file == [device, str(status.st_ino)]:
+                place, access, _, _, _, *file = line.split(maxsplit=5)
+                if access.startswith("r--") and file == [name]:
                     start, end = (int(border, 16) for border in place.split("-"))
                     pages = ctypes.c_void_p(start), ctypes.c_size_t(end - start)
                     library.madvise(*pages, mmap.MADV_DONTNEED)
