@@ -79,6 +79,7 @@ def _path_of(target: object) -> str:
 
 def install(layer: FaultLayer) -> None:
     from vlexport.bundle import files
+    from vlexport.system import MappedFile
 
     # Engines of 16 MiB are mapped; those of the tests are smaller.
     files.MAPPED_FROM = 1024
@@ -97,6 +98,14 @@ def install(layer: FaultLayer) -> None:
             return mapped.__new__(cls, descriptor, *rest, **named)
 
     mmap.mmap = Mapped  # type: ignore[misc, assignment]
+    # A class of the library, whose base is the other one.
+    shared = MappedFile.__new__
+
+    def new(cls: type[MappedFile], descriptor: int, size: int = 0) -> MappedFile:
+        layer.meet("mmap", descriptor)
+        return shared(cls, descriptor, size)
+
+    MappedFile.__new__ = new  # type: ignore[method-assign, assignment]
     io.open = builtins.open = _opener(layer)
 
 
