@@ -4,7 +4,7 @@ Weights get one scale for each output, so that rows of fused layers never share 
 multiplied, what a layer takes is rounded with one scale for each row: a scale for the whole tensor costs a
 third more accuracy. Products are summed in 32 bits, then scaled. Both sides are stored unsigned, around 128:
 processors without instructions for 8 bits multiply a signed side by adding two products in 16 bits, which
-saturate, and the others are as fast.   N rows, O outputs, C columns.
+saturate. The others would be faster with signed weights.   N rows, O outputs, C columns.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, type-arg, name-defined, valid-type, type-var"
