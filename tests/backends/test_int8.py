@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
 import onnx_ir as ir
 import pytest
+import torch
 
 from tests.cli.lines import vlexport
 from tests.golden_towers import sharp_weights, write_recorded_tower
@@ -17,10 +19,12 @@ from vlexport._build.request import request
 from vlexport.backends import find_backend, require
 from vlexport.bundle import Bundle
 from vlexport.checkpoint import Checkpoint
-from vlexport.errors import UnsupportedError
+from vlexport.errors import MisfitError, UnsupportedError
 from vlexport.parity.check import check
 from vlexport.parity.report import ParityReport
+from vlexport.runtime.pipeline import load
 
+HAS_VNNI = bool(re.search("avx512_vnni|avx_vnni", Path("/proc/cpuinfo").read_text()))
 WEIGHTS = {"onnxruntime": "model.weights", "openvino": "model.bin"}
 BACKENDS = [
     "onnxruntime",
@@ -103,7 +107,7 @@ def test_onnxruntime_multiplies_integers_in_every_layer_of_the_blocks(built):
     counts = Counter(node.op_type for node in model.graph)
     assert (counts["IntegerLinear"], counts["Gemm"]) == (20, 3)
     stored = Counter(str(each.dtype) for each in model.graph.initializers.values())
-    assert stored["UINT8"] == 20
+    assert stored["INT8" if HAS_VNNI else "UINT8"] == 20
 
 
 @pytest.mark.slow
@@ -129,10 +133,21 @@ def test_a_stored_bundle_is_checked_again_with_its_own_rounding(built):
 
 
 @pytest.mark.slow
-def test_integers_ask_for_no_instructions_of_the_processor(built: dict[tuple[str, str], Bundle]) -> None:
-    target = built["onnxruntime", "float32"].manifest.target
-    assert target.instruction_set is None
-    assert built["onnxruntime", "int8"].manifest.target == target
+@pytest.mark.skipif(not HAS_VNNI, reason="the processor has no VNNI")
+def test_signed_weights_are_for_processors_that_sum_them_exactly(built, tmp_path, monkeypatch) -> None:
+    bundle = built["onnxruntime", "int8"]
+    targets = {built["onnxruntime", kind].manifest.target.instruction_set for kind in ("float32", "int8")}
+    assert targets == {None, "vnni"}
+    checkpoint = Checkpoint.open(bundle.path.parents[1] / "checkpoint")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    with pytest.raises(MisfitError, match="instruction set is vnni in the bundle and unknown here"):
+        load(bundle)
+    spec = request(checkpoint, backend="onnxruntime", quantize="int8", output_dir=tmp_path)
+    elsewhere = build_checkpoint(spec).bundle
+    assert elsewhere.manifest.target.instruction_set is None
+    kinds = {str(each.dtype) for each in ir.load(elsewhere.path / "model.onnx").graph.initializers.values()}
+    assert "UINT8" in kinds
+    assert "INT8" not in kinds
 
 
 @pytest.mark.parametrize(
@@ -161,6 +176,6 @@ def test_the_command_line_builds_plans_and_lists_it(tmp_path: Path) -> None:
     size = sum(file.size for file in Bundle.open(ran.lines[-1]).manifest.files.values())
     assert abs(planned["disk_bytes"] / size - 1) < 0.3
     assert vlexport("plan", *words, "--json").document["cached"]
-    listed = vlexport("list", "--json").document["backends"]
+    listed = vlexport("doctor", "--json").document["backends"]
     assert {each["name"] for each in listed if each["quantise"]} == {"onnxruntime", "openvino"}
     assert vlexport("build", checkpoint, "--quantize", "int3", "--output-dir", tmp_path).code == 2

@@ -14,6 +14,7 @@ import torch
 from tests.onnx.conftest import DEPTH, translated
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
 from vlexport._build.export import export
+from vlexport.backends import onnxruntime as backend
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import UnsupportedError
 from vlexport.onnx import quantize
@@ -42,7 +43,7 @@ def test_a_row_of_zeros_stays_one_and_disturbs_no_other() -> None:
 def test_every_matrix_of_every_block_becomes_integers_and_nothing_else_does(graph, model) -> None:
     weights = dict(graph.program.state_dict)
     plain = Counter(node.op_type for node in model.graph)["Gemm"]
-    found = quantize.multiply(model)
+    found = quantize.multiply(model, signed=False)
     counts = Counter(node.op_type for node in model.graph)
     assert set(found) == {name for name, each in weights.items() if "blocks." in name and each.ndim == 2}
     # Queries, keys and values are one layer; gate and up take the same rows.
@@ -57,7 +58,7 @@ def test_split_projections_share_one_rounding(tmp_path: Path) -> None:
     source = Checkpoint.open(write_tiny_minicpmv(tmp_path / "tower", Tiny(version="2.6")))
     graph = export(recipe_for(source), source)
     model, weights = translated(graph), dict(graph.program.state_dict)
-    found = quantize.multiply(model)
+    found = quantize.multiply(model, signed=False)
     counts = Counter(node.op_type for node in model.graph)
     assert counts["IntegerLinear"] == len(found)
     assert counts["RoundedRows"] == len(found) // 6 * 4
@@ -82,7 +83,9 @@ ROWS, COLUMNS, OUTPUTS = 6, 8, 5
 SIZES = (1e4, 1.0, 1e-2, 1e-6, 1e-20, 1e-34)
 
 
-def integers_of(rows: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:
+def integers_of(
+    rows: np.ndarray, weight: np.ndarray, bias: np.ndarray, *, signed: bool = False
+) -> np.ndarray:
     """Return what ONNX Runtime makes of one linear layer of a block, in integers."""
     float32 = ir.TensorType(ir.DataType.FLOAT)
     given = ir.Value(name="x", shape=ir.Shape(rows.shape), type=float32)
@@ -97,20 +100,28 @@ def integers_of(rows: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.nd
     made.name, made.shape, made.type = "y", ir.Shape([len(rows), len(weight)]), float32
     graph = ir.Graph([given], [made], nodes=[node], initializers=stored, opset_imports={"": 18})
     model = ir.Model(graph, ir_version=10)
-    assert quantize.multiply(model) == ["blocks.0.weight"]
+    assert quantize.multiply(model, signed=signed) == ["blocks.0.weight"]
     session = onnxruntime.InferenceSession(ir.serde.serialize_model(model).SerializeToString())
     found: np.ndarray = session.run(None, {"x": rows})[0]
     return found
 
 
-def test_sums_of_the_largest_products_do_not_saturate() -> None:
+SIGNED = pytest.param(
+    True, marks=pytest.mark.skipif(not backend._has_vnni(), reason="no VNNI: sums saturate")
+)
+
+
+@pytest.mark.parametrize("signed", [False, SIGNED])
+def test_sums_of_the_largest_products_do_not_saturate(signed: bool) -> None:
     """Two signed products of 8 bits, added in 16 without the instructions for it, end at 32,767."""
     rows, weight = np.ones((70, 61), np.float32), np.ones((37, 61), np.float32)
-    np.testing.assert_allclose(integers_of(rows, weight, np.zeros(37, np.float32)), 61, rtol=1e-6)
+    sums = integers_of(rows, weight, np.zeros(37, np.float32), signed=signed)
+    np.testing.assert_allclose(sums, 61, rtol=1e-6)
 
 
+@pytest.mark.parametrize("signed", [False, SIGNED])
 @pytest.mark.parametrize("size", SIZES)
-def test_rows_of_any_size_keep_seven_bits_and_a_sign(size: float) -> None:
+def test_rows_of_any_size_keep_seven_bits_and_a_sign(size: float, signed: bool) -> None:
     random = np.random.default_rng(0)
     rows = random.uniform(-size, size, (ROWS, COLUMNS)).astype(np.float32)
     rows[-1] = 0
@@ -122,5 +133,5 @@ def test_rows_of_any_size_keep_seven_bits_and_a_sign(size: float) -> None:
     counts = np.rint(wide / np.where(step > 0, step, 1))
     wanted = counts @ np.rint(turned / scale[:, None]).T * step * scale + bias
     # Float32 scales and adds after the sum of integers, which is exact: 4 roundings of 2**-24.
-    error = np.abs(integers_of(rows, weight, bias) - wanted)
+    error = np.abs(integers_of(rows, weight, bias, signed=signed) - wanted)
     assert error.max() <= 4 * 2.0**-24 * np.abs(wanted).max()

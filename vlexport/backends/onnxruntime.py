@@ -44,6 +44,8 @@ PROVIDERS = {"cpu": CPU, "cuda": "CUDAExecutionProvider"}
 # that are reused in place, or planned ahead, live longer and take 150 kB or more.
 MEMORY = {"enable_cpu_mem_arena": True, "enable_mem_pattern": False, "enable_mem_reuse": False}
 INT8 = Quantisation(name="int8", group=0, activations=0)
+# Instructions for products of 8 bits, in two encodings.
+VNNI, ENCODINGS = "vnni", ("avx512_vnni", "avx_vnni")
 ROUNDED = "RoundedRows"
 
 
@@ -91,6 +93,7 @@ class OnnxRuntime(Backend):
             version=_library().__version__,
             platform=platform_here(),
             device="cpu",
+            instruction_set=VNNI if _has_vnni() else None,
         )
 
     def here(self, target: Target) -> Target:
@@ -107,7 +110,8 @@ class OnnxRuntime(Backend):
         return None
 
     def build_target(self, options: Options, precision: Precision) -> Target:
-        return replace(self.target(), device=options.kind or "cpu")
+        needed = self.target().instruction_set if precision.quantisation is not None else None
+        return replace(self.target(), device=options.kind or "cpu", instruction_set=needed)
 
     def build(self, graph: Graph, options: Options, out: Path, progress: Progress = log_progress) -> None:
         from vlexport.onnx import fusions, passes, quantize, to_onnx
@@ -116,7 +120,8 @@ class OnnxRuntime(Backend):
         for fusion in fusions.FUSIONS:
             fusions.fuse(model, fusion)
         if graph.quantisation is not None:
-            quantize.check_complete(quantize.multiply(model), quantize.read_weights(graph.program))
+            found = quantize.multiply(model, signed=_has_vnni())
+            quantize.check_complete(found, quantize.read_weights(graph.program))
         passes.store_as_taken(model)
         passes.drop_unused(model)
         passes.save(model, out / MODEL, WEIGHTS)
@@ -166,6 +171,12 @@ class OnnxRuntime(Backend):
             sums=_sums(model, weights) if model.graph.output[0].type.tensor_type.elem_type == 1 else None,
             rounded=_rounded(model),
         )
+
+
+def _has_vnni() -> bool:
+    import torch
+
+    return any(torch.cpu.get_capabilities().get(name) for name in ENCODINGS)
 
 
 def _call(content: bytes) -> GraphCall:

@@ -2,15 +2,16 @@
 
 Weights get one scale for each output, so that rows of fused layers never share one. Where integers are
 multiplied, what a layer takes is rounded with one scale for each row: a scale for the whole tensor costs a
-third more accuracy. Products are summed in 32 bits, then scaled. Both sides are stored unsigned, around 128:
-processors without instructions for 8 bits multiply a signed side by adding two products in 16 bits, which
-saturate. The others would be faster with signed weights.   N rows, O outputs, C columns.
+third more accuracy. Products are summed in 32 bits, then scaled. Rows are unsigned, around 128, and so are
+weights where the processor has no instructions for 8 bits: it multiplies a signed side by adding two products
+in 16 bits, which saturate. Where it has them, signed weights take 0.6 of the time.
+N rows, O outputs, C columns.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, type-arg, name-defined, valid-type, type-var"
 # mypy: disable-error-code="operator, arg-type"
 # ruff: noqa: F821
-# The two bodies below are ONNX in Python's grammar, which is translated and never run; types are ONNX's.
+# The bodies below are ONNX in Python's grammar, which is translated and never run; types are ONNX's.
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 from onnx.defs import OpSchema
-from onnxscript import FLOAT, UINT8, script
+from onnxscript import FLOAT, INT8, UINT8, script
 from onnxscript import opset18 as op
 from onnxscript.values import Op
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
 LARGEST: Final = 127
+MIDDLE: Final = 128
 
 
 class Sized(Protocol):
@@ -44,8 +46,8 @@ class Sized(Protocol):
     def ndim(self) -> int: ...
 
 
-_INPUTS = {"A": "uint8", "B": "uint8", "a_scale": "float", "b_scale": "float"}
-_INPUTS |= {"a_zero_point": "uint8", "b_zero_point": "uint8"}
+_INPUTS = {"A": "uint8", "B": "T", "a_scale": "float", "b_scale": "float"}
+_INPUTS |= {"a_zero_point": "uint8", "b_zero_point": "T"}
 _product = Op(
     THEIRS,
     "MatMulIntegerToFloat",
@@ -53,8 +55,12 @@ _product = Op(
         "MatMulIntegerToFloat",
         CONTRIB,
         1,
-        inputs=[OpSchema.FormalParameter(name, f"tensor({kind})") for name, kind in _INPUTS.items()],
+        inputs=[
+            OpSchema.FormalParameter(name, kind if kind == "T" else f"tensor({kind})")
+            for name, kind in _INPUTS.items()
+        ],
         outputs=[OpSchema.FormalParameter("Y", "tensor(float)")],
+        type_constraints=[("T", ["tensor(int8)", "tensor(uint8)"], "")],
     ),
 )
 
@@ -74,17 +80,19 @@ def rounded_rows(x: FLOAT["N", "C"]):
 def integer_linear(
     rows: UINT8["N", "C"],
     step: FLOAT["N", 1],
-    weight: UINT8["C", "O"],
+    weight: INT8["C", "O"],
     scale: FLOAT["O"],
     bias: FLOAT["O"],
+    zero: int,
 ):
-    """Multiply in integers; the sizes of steps of both sides, then the bias."""
+    """Multiply in integers; the sizes of steps of both sides, then the bias. A weight of `zero` is 0."""
     one = op.Constant(value_float=1.0)
     middle = op.Cast(op.Constant(value_int=128), to=2)
-    return _product(rows, weight, one, scale, middle, middle) * step + bias
+    zeros = op.CastLike(op.Constant(value_int=zero), weight)
+    return _product(rows, weight, one, scale, middle, zeros) * step + bias
 
 
-def multiply(model: ir.Model) -> list[str]:
+def multiply(model: ir.Model, *, signed: bool) -> list[str]:
     """Turn linear layers of blocks into products of integers; return the names of the weights."""
     layers = list(_layers(model.graph))
     rounded: dict[ir.Value, ir.Node] = {}
@@ -94,10 +102,10 @@ def multiply(model: ir.Model) -> list[str]:
         if x not in rounded:
             rounded[x] = ir.node("RoundedRows", [x], domain=DOMAIN, num_outputs=2)
             model.graph.insert_before(node, rounded[x])
-        integers_CO, scale_O = _stored(model.graph, weight, turned=True)
+        integers_CO, scale_O = _stored(model.graph, weight, turned=True, signed=signed)
         bias = biases[0] if biases else constant(model.graph, f"{name}.bias", _zeros(scale_O))
         inputs = [*rounded[x].outputs, integers_CO, scale_O, bias]
-        product = ir.node("IntegerLinear", inputs, domain=DOMAIN)
+        product = ir.node("IntegerLinear", inputs, {"zero": 0 if signed else MIDDLE}, domain=DOMAIN)
         model.graph.insert_before(node, product)
         take_over(model.graph, node, product)
     if layers:
@@ -110,7 +118,7 @@ def store(model: ir.Model) -> list[str]:
     """Store the weights of these layers as integers that are scaled before use; return their names."""
     layers = list(_layers(model.graph))
     for node, _ in layers:
-        integers_OC, scale_O = _stored(model.graph, node.inputs[1], turned=False)
+        integers_OC, scale_O = _stored(model.graph, node.inputs[1], turned=False, signed=True)
         scaled = ir.node("DequantizeLinear", [integers_OC, scale_O], attributes={"axis": 0})
         model.graph.insert_before(node, scaled)
         node.replace_input_with(1, scaled.outputs[0])
@@ -149,12 +157,15 @@ def _layers(graph: ir.Graph) -> Iterator[tuple[ir.Node, str]]:
             yield node, name
 
 
-def _stored(graph: ir.Graph, weight: ir.Value | None, *, turned: bool) -> tuple[ir.Value, ir.Value]:
+def _stored(
+    graph: ir.Graph, weight: ir.Value | None, *, turned: bool, signed: bool
+) -> tuple[ir.Value, ir.Value]:
     assert weight is not None
     assert weight.const_value is not None
     integers_OC, scale_O = integers_of(weight.const_value.numpy())
-    # Unsigned is 128 more: the first bit of the other value.
-    content = np.ascontiguousarray(integers_OC.T).view(np.uint8) ^ 0x80 if turned else integers_OC
+    content = np.ascontiguousarray(integers_OC.T) if turned else integers_OC
+    # The first bit is the other one where 128 is added.
+    content = content if signed else content.view(np.uint8) ^ MIDDLE
     return constant(graph, f"{weight.name}.int8", content), constant(graph, f"{weight.name}.scale", scale_O)
 
 
