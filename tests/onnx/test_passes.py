@@ -21,7 +21,13 @@ from vlexport.backends import Options, find_backend
 from vlexport.onnx import attention, fusions, passes, to_onnx
 
 # Two norms a block and one in the merger; queries and keys turn separately.
-EXPECTED = {"norm": 2 * DEPTH + 1, "gated_unit": DEPTH, "rotary": 2 * DEPTH, "rotary_turned": 0}
+EXPECTED = {
+    "norm": 2 * DEPTH + 1,
+    "gated_unit": DEPTH,
+    "rotary": 2 * DEPTH,
+    "rotary_whole": 2 * DEPTH,
+    "rotary_turned": 0,
+}
 # Other kernels, other summation orders: 6e-7 measured on outputs of size 1.
 ROUNDING = 5e-6
 

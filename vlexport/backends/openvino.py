@@ -114,7 +114,7 @@ class OpenVino(Backend):
             (out / COMPILED).write_bytes(compiled.getvalue())
 
     def _write(self, graph: Graph, out: Path) -> None:
-        from vlexport.onnx import passes, quantize, to_onnx
+        from vlexport.onnx import fusions, passes, quantize, to_onnx
 
         library = _library()
         opset = HALF_OPSET if graph.dtype == "bfloat16" else to_onnx.OPSET
@@ -122,6 +122,7 @@ class OpenVino(Backend):
         if graph.quantisation is not None:
             quantize.check_complete(quantize.store(model), quantize.read_weights(graph.program))
         passes.settle_shapes(model)
+        fusions.fuse(model, "rotary_whole")
         passes.split_projections(model)
         passes.split_hidden(model)
         passes.drop_unused(model)

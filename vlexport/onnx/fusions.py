@@ -1,4 +1,4 @@
-"""Named rewrites of chains of elementwise operators into operators that ONNX Runtime has kernels for.
+"""Named rewrites of chains of elementwise operators into those that a runtime has kernels for.
 
 Each rewrite is exact up to rounding; the tests run a model before and after every one. A rewrite that
 finds nothing to do returns 0, and the backend decides whether that is an error.
@@ -70,6 +70,17 @@ class _RotaryHalves(RewriteRuleClassBase):
         return _turned(op, x, cos.producer().inputs[0], sin.producer().inputs[0])
 
 
+class _RotaryWhole(_RotaryHalves):
+    """The same to the form that OpenVINO has a kernel for: `x * cos + (-second, first) * sin`."""
+
+    def rewrite(self, op, x, cos, sin, **_):
+        half = x.shape[2] // 2
+        first, second = op.Split(x, op.Constant(value_ints=[half, half]), axis=2, _outputs=2)
+        turned = op.Concat(op.Neg(second), first, axis=-1)
+        wide_cos, wide_sin = (op.Concat(table, table, axis=-1) for table in (cos, sin))
+        return op.Add(op.Mul(x, wide_cos), op.Mul(turned, wide_sin))
+
+
 class _RotaryHalfTurned(RewriteRuleClassBase):
     """The same as `x * cos + (-second, first) * sin`, where each table has its half twice."""
 
@@ -130,6 +141,7 @@ FUSIONS: Final[Mapping[str, RewriteRule]] = {
     "norm": _RootMeanSquareNorm.rule(),
     "gated_unit": _GatedUnit.rule(),
     "rotary": _RotaryHalves.rule(),
+    "rotary_whole": _RotaryWhole.rule(),
     "rotary_turned": _RotaryHalfTurned.rule(),
 }
 
