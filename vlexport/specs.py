@@ -190,11 +190,13 @@ class Quantisation:
     group       columns of a row that share one scale; 0 for the whole row
     activations what a layer takes is rounded the same way before it is multiplied, in groups of this many
                 columns, but not where it has fewer; 0 for a whole row, None where kernels take it as it is
+    rest        what attention, and linear layers whose results no integers take, are multiplied in
     """
 
     name: str
     group: int = 0
     activations: int | None = None
+    rest: str = "float32"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

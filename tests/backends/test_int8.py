@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter
 from pathlib import Path
+from statistics import median
 
 import onnx_ir as ir
 import pytest
@@ -24,7 +25,8 @@ from vlexport.parity.check import check
 from vlexport.parity.report import ParityReport
 from vlexport.runtime.pipeline import load
 
-HAS_VNNI = bool(re.search("avx512_vnni|avx_vnni", Path("/proc/cpuinfo").read_text()))
+INSTRUCTIONS = set(re.findall("avx512_vnni|avx_vnni|avx512_bf16", Path("/proc/cpuinfo").read_text()))
+HAS_BFLOAT16, HAS_VNNI = "avx512_bf16" in INSTRUCTIONS, bool(INSTRUCTIONS - {"avx512_bf16"})
 WEIGHTS = {"onnxruntime": "model.weights", "openvino": "model.bin"}
 BACKENDS = [
     "onnxruntime",
@@ -83,8 +85,16 @@ def test_export_and_precision_have_a_verdict_each(backend: str, built: dict[tupl
     assert {tuple(row.limits.values()) for row in precision} == {(0.13, 0.30)}
     assert all("SQNR" in row.note and row.metrics["sqnr"] > 17 for row in precision)
     # Emulated layer by layer, the reference loses just what the kernels lose; 1.01 measured, and 0.83 where
-    # the kernels take groups of fewer columns in layers as small as these.
-    assert max(row.metrics["ratio"] for row in export) < 1.1
+    # the kernels take groups of fewer columns in layers as small as these. With attention in bfloat16 single
+    # calls lose up to 1.16, and 1.34 where values are cut to it.
+    narrow = backend == "openvino" and HAS_BFLOAT16
+    ratios = [row.metrics["ratio"] for row in export]
+    assert max(ratios) < (1.2 if narrow else 1.1)
+    assert median(ratios) < 1.1
+    (weights,) = [row.note for row in rows if row.check == "engine weights"]
+    assert "; int8: blocks.*.attn.proj, blocks.*.attn.qkv, blocks.*.mlp.down_proj, " in weights
+    rest = "; bfloat16: merger.mlp.0, merger.mlp.2; attention in bfloat16, the rest float32"
+    assert weights.endswith(rest if narrow else "; attention in float32, the rest float32")
 
 
 @pytest.mark.slow
@@ -121,7 +131,8 @@ def test_openvino_runs_integers_in_every_layer_of_the_blocks(built: dict[tuple[s
         for info in run
         if info["layerType"].astype(str) == "FullyConnected"
     )
-    assert types == {"i8": 20, "f32": 3}
+    # Patch embedding, and two of the merger.
+    assert types == {"i8": 20, "f32": 1, "bf16": 2} if HAS_BFLOAT16 else {"i8": 20, "f32": 3}
 
 
 @pytest.mark.slow

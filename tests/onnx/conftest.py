@@ -23,7 +23,7 @@ DEPTH = 2
 
 
 def translated(graph: Graph, *, unguarded: bool = False) -> ir.Model:
-    return to_onnx.graph_model(graph, unguarded=unguarded)
+    return to_onnx.graph_model(graph, dense=attention.dense if unguarded else None)
 
 
 def run(model: ir.Model, inputs: dict[str, torch.Tensor], output: str = "embeds") -> torch.Tensor:

@@ -72,6 +72,22 @@ def test_stored_integers_are_scaled_before_a_plain_product(model) -> None:
     assert (counts["Gemm"], counts["DequantizeLinear"]) == (plain, len(found))
 
 
+def test_behind_the_integers_products_are_narrow_with_the_nearest_weights(graph, model) -> None:
+    quantize.store(model)
+    quantize.narrow_rest(model)
+    narrow = {
+        name: torch.from_numpy(each.const_value.numpy().astype(np.float32))
+        for name, each in model.graph.initializers.items()
+        if each.dtype == ir.DataType.BFLOAT16
+    }
+    # What embeds patches comes before them.
+    assert set(narrow) == {f"merger.mlp.{layer}.{part}" for layer in (0, 2) for part in ("weight", "bias")}
+    for name, rows in narrow.items():
+        assert torch.equal(rows, graph.program.state_dict[name].bfloat16().float())
+    read = [node.inputs[0].producer() for node in model.graph if node.op_type == "Gemm"]
+    assert sum(node is not None and node.op_type == "Cast" for node in read) == 2
+
+
 def test_a_matrix_that_stays_floating_point_is_refused_by_name() -> None:
     weights = {"blocks.0.mlp.weight": torch.zeros(2, 2), "blocks.1.mlp.weight": torch.zeros(2, 2)}
     with pytest.raises(UnsupportedError, match=r"1 matrices .* the first is blocks\.1\.mlp\.weight"):

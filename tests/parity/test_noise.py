@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vlexport.parity.inputs_exact import check_dtypes
-from vlexport.parity.noise import AT_ONCE, LARGE, StayWide, in_float64, steady_arithmetic
+from vlexport.parity.noise import AT_ONCE, LARGE, NarrowRest, StayWide, in_float64, steady_arithmetic
 from vlexport.specs import MediaItem
 
 
@@ -137,3 +137,22 @@ INPUTS = {"rows": torch.ones(3, 4, dtype=torch.bfloat16), "places": torch.arange
 )
 def test_operations_that_leave_float32_too_early_are_named(tower, wrong):
     assert check_dtypes(tower, INPUTS) == {"types": wrong}
+
+
+def test_behind_the_first_layer_of_integers_other_layers_and_attention_are_narrow() -> None:
+    torch.manual_seed(0)
+    embed, block, merger = (nn.Linear(8, 8) for _ in range(3))
+    rows = torch.randn(1, 5, 8)
+
+    def attended(rows: torch.Tensor) -> torch.Tensor:
+        return nn.functional.scaled_dot_product_attention(rows, rows, rows)
+
+    def narrow(layer: nn.Linear, rows: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(rows.bfloat16(), layer.weight.bfloat16(), layer.bias.bfloat16()).float()
+
+    with torch.no_grad():
+        with NarrowRest(torch.bfloat16, {block.weight.data_ptr()}):
+            found = merger(block(attended(embed(rows))))
+        expected = narrow(merger, block(attended(embed(rows).bfloat16()).float()))
+        assert torch.equal(found, expected)
+        assert not torch.equal(found, merger(block(attended(embed(rows)))))

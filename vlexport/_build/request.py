@@ -91,11 +91,12 @@ def request(  # noqa: PLR0913  one argument per option of the command line
         progress("measure ranges", 0.0)
         fp32_layers = _measured(family, source, engine.form, input_dtype)
     method, cells = chosen_selector(family, selector, takes_cells=family.packing(config).takes_cells)
+    scheme = capability.quantisation and engine.scheme(capability.quantisation, engine.target())
     return BuildSpec(
         recipe=family,
         checkpoint=source,
         config=config,
-        precision=Precision(dtype=dtype, fp32_layers=fp32_layers or {}, quantisation=capability.quantisation),
+        precision=Precision(dtype=dtype, fp32_layers=fp32_layers or {}, quantisation=scheme),
         form=engine.form,
         profile=union(profiles),
         backend=engine,

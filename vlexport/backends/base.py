@@ -258,6 +258,10 @@ class Backend(ABC):
     def build_target(self, options: Options, precision: Precision) -> Target:
         return self.target()
 
+    def scheme(self, quantisation: Quantisation, target: Target) -> Quantisation:
+        """Return what a scheme of its capabilities is on a machine, or was where a bundle was built."""
+        return quantisation
+
     def options(
         self,
         targets: Sequence[str] = (),

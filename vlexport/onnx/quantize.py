@@ -22,12 +22,13 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 from onnx.defs import OpSchema
+from onnx_ir.tape import Tape
 from onnxscript import FLOAT, INT8, UINT8, script
 from onnxscript import opset18 as op
 from onnxscript.values import Op
 
 from vlexport.errors import UnsupportedError
-from vlexport.onnx.attention import CONTRIB, DOMAIN, OURS, THEIRS, define
+from vlexport.onnx.attention import CONTRIB, DOMAIN, OURS, SPLIT, THEIRS, define
 from vlexport.onnx.passes import constant, is_product, take_over
 from vlexport.specs import is_quantizable
 
@@ -125,6 +126,32 @@ def store(model: ir.Model) -> list[str]:
     return [name for _, name in layers]
 
 
+def narrow_rest(model: ir.Model) -> None:
+    """Multiply in bfloat16 where no layer of integers takes the result; see `attention.nearest`."""
+    waiting = [node for node in model.graph if node.op_type == "DequantizeLinear"]
+    waiting = [use.node for node in waiting for use in node.outputs[0].uses()]
+    earlier: set[ir.Node] = set()
+    while waiting:
+        node = waiting.pop()
+        if node not in earlier:
+            earlier.add(node)
+            waiting += [source for value in node.inputs if value and (source := value.producer())]
+    split = constant(model.graph, "split", np.array(SPLIT, np.float32))
+    for node in [node for node in model.graph if is_product(node) and node not in earlier]:
+        rows, *weights = node.inputs
+        # Of a stack of several layers a weight is cut out while the graph runs.
+        if not all(weight and weight.const_value for weight in weights):
+            continue
+        tape = Tape()
+        large = tape.op("Mul", [rows, split])
+        near = tape.op("Sub", [large, tape.op("Sub", [large, rows])])
+        taken = [tape.op("Cast", [near], {"to": ir.DataType.BFLOAT16})]
+        taken += [_narrowed(model.graph, weight) for weight in weights]
+        wide = tape.op("Cast", [tape.op("Gemm", taken, node.attributes)], {"to": ir.DataType.FLOAT})
+        model.graph.insert_before(node, tape.nodes)
+        take_over(model.graph, node, wide.producer())
+
+
 def check_complete(stored: list[str], weights: Mapping[str, Sized]) -> None:
     """Refuse a tower some of whose matrices stayed floating point: what is promised is not there."""
     missing = sorted(
@@ -167,6 +194,12 @@ def _stored(
     # The first bit is the other one where 128 is added.
     content = content if signed else content.view(np.uint8) ^ MIDDLE
     return constant(graph, f"{weight.name}.int8", content), constant(graph, f"{weight.name}.scale", scale_O)
+
+
+def _narrowed(graph: ir.Graph, weight: ir.Value | None) -> ir.Value:
+    assert weight is not None
+    assert weight.const_value is not None
+    return constant(graph, f"{weight.name}", weight.const_value.numpy().astype(ir.DataType.BFLOAT16.numpy()))
 
 
 def _zeros(scale_O: ir.Value) -> npt.NDArray[np.float32]:

@@ -34,15 +34,16 @@ NOISY = (
 )
 # The key of a node's modules, which viewers group by.
 MODULES = "namespace"
-Translations = Mapping[Callable[..., Any], Callable[..., Any]]
+Translation = Callable[..., Any]
+Translations = Mapping[Callable[..., Any], Translation]
 # Names of inputs or outputs in order, with their sizes.
 Shapes = Mapping[str, Sequence[Dim]]
 
 
-def graph_model(graph: Graph, opset: int = OPSET, *, unguarded: bool = False) -> ir.Model:
+def graph_model(graph: Graph, opset: int = OPSET, *, dense: Translation | None = None) -> ir.Model:
     """Translate a traced tower, with the names of its inputs and outputs."""
     inputs, outputs = ({spec.name: spec.shape for spec in ends} for ends in (graph.inputs, graph.outputs))
-    return to_onnx(graph.program, inputs, outputs, opset, unguarded=unguarded)
+    return to_onnx(graph.program, inputs, outputs, opset, dense=dense)
 
 
 def to_onnx(
@@ -51,22 +52,22 @@ def to_onnx(
     outputs: Shapes,
     opset: int = OPSET,
     *,
-    unguarded: bool = False,
+    dense: Translation | None = None,
     translations: Translations | None = None,
 ) -> ir.Model:
     """Translate with torch's own exporter; attention over runs becomes one function of the model.
 
-    `unguarded`: dense attention without the exporter's guard for rows that see no key, of which our
-    towers have none; its comparison with NaN keeps a runtime from seeing attention in these operators.
+    `dense`: of dense attention, in place of the exporter's with its guard for rows that see no key, of which
+    our towers have none; its comparison with NaN keeps a runtime from seeing attention in these operators.
     `translations`: of further operators.
     """
-    table: dict[Callable[..., Any], Callable[..., Any]] = {
+    table: dict[Callable[..., Any], Translation] = {
         torch.ops.vlexport.segment_attention.default: _translation(attention.SEGMENT_ATTENTION),
         torch.ops.vlexport.segment_cross_attention.default: _translation(attention.SEGMENT_CROSS_ATTENTION),
     }
     table |= translations or {}
-    if unguarded:
-        table[torch.ops.aten.scaled_dot_product_attention.default] = attention.dense
+    if dense is not None:
+        table[torch.ops.aten.scaled_dot_product_attention.default] = dense
     noisy = {logging.getLogger(name): logging.getLogger(name).level for name in NOISY}
     try:
         for logger in noisy:

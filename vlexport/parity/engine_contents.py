@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -40,6 +40,8 @@ NEAREST = 0.3
 # Root mean square of rows whose mean square is what norms add to it, 1e-6.
 FAINT_ROWS = 1e-3
 PIECE = re.compile(r"\.part(\d+)$")
+BLOCK = re.compile(r"\.\d+\.")
+FORMATS = {torch.int8: "int8", torch.uint8: "int8", torch.bfloat16: "bfloat16"}
 # Rows that a layer takes have any size; each is rounded in steps of its own.
 SIZES = [2.0**power for power in range(-100, 61, 8)]
 
@@ -61,6 +63,10 @@ def weight_rows(inside: Inside, subject: BuildSpec) -> list[Row]:
     differing = [f"{name} differs" for name in wrong]
     count = len(names) + len(constants)
     note = f"{count - len(lost)} tensors, equal bit for bit"
+    if subject.quantisation is not None:
+        note += (
+            f"; {_formats(held, names)}; attention in {subject.quantisation.rest}, the rest {subject.dtype}"
+        )
     rows = [
         exact_row("engine weights", differing, "the engine's own files", shapes="stored files", note=note)
     ]
@@ -130,6 +136,16 @@ def unseen(check: str, reason: str) -> Row:
     """Return the row of a part of the stored engine that nothing here looks at."""
     note = f"not seen: {reason}"
     return Row(level="L0", check=check, shapes="stored files", note=note, given="observed")
+
+
+def _formats(held: Mapping[str, Sequence[Tensor]], names: Iterable[str]) -> str:
+    """Tell which layers are stored in fewer bits, those of all blocks once."""
+    layers: dict[str, set[str]] = {kind: set() for kind in FORMATS.values()}
+    for name in names:
+        pieces = held.get(name, held.get(f"{name}.int8", []))
+        if name.endswith(".weight") and pieces and (kind := FORMATS.get(pieces[0].dtype)):
+            layers[kind].add(BLOCK.sub(".*.", name.removesuffix(".weight"), count=1))
+    return "; ".join(f"{kind}: {', '.join(sorted(several))}" for kind, several in layers.items() if several)
 
 
 def _joined(held: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:

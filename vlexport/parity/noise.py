@@ -182,7 +182,54 @@ def quantized_reference(subject: BuildSpec) -> Reference:
     if scheme.activations is not None:
         for layer in held:
             layer.register_forward_pre_hook(_rounding(scheme.activations))
-    return reference
+    return reference if scheme.rest == "float32" else _Narrowed(reference, getattr(torch, scheme.rest), held)
+
+
+class _Narrowed:
+    """A reference that runs in `NarrowRest`."""
+
+    def __init__(self, reference: Reference, dtype: torch.dtype, held: Sequence[nn.Linear]) -> None:
+        self.module, self._reference, self._dtype = reference.module, reference, dtype
+        self._held = {layer.weight.data_ptr() for layer in held}
+
+    def run(self, items: Sequence[MediaItem]) -> dict[str, Tensor]:
+        with NarrowRest(self._dtype, self._held):
+            return self._reference.run(items)
+
+    def blocks(self, items: Sequence[MediaItem]) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
+        with NarrowRest(self._dtype, self._held):
+            return self._reference.blocks(items)
+
+
+class NarrowRest(TorchFunctionMode):
+    """Inside it, attention is computed in a smaller dtype, and so are linear layers behind the first held."""
+
+    def __init__(self, dtype: torch.dtype, held: set[int]) -> None:
+        super().__init__()
+        self._dtype, self._held, self._begun = dtype, held, False
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        named = kwargs or {}
+        narrow = func is nn.functional.scaled_dot_product_attention
+        if func is nn.functional.linear:
+            held = (args[1] if args[1:] else named["weight"]).data_ptr() in self._held
+            self._begun |= held
+            narrow = self._begun and not held
+        if not narrow:
+            return func(*args, **named)
+        result: Tensor = func(
+            *map(self._rounded, args), **{name: self._rounded(value) for name, value in named.items()}
+        )
+        return result.float()
+
+    def _rounded(self, value: Any) -> Any:
+        return value.to(self._dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def on_grid(rows: Tensor, group: int) -> Tensor:

@@ -128,10 +128,10 @@ def precision_of(manifest: Manifest) -> Precision:
     """Return dtypes, and the scheme of integers as the backend that built the bundle rounds."""
     stored = manifest.precision
     device = "cuda" if "device" in manifest.options else None
-    capability = require(
-        find_backend(manifest.target.backend), stored.dtype, stored.quantisation, device=device
-    )
-    return Precision(dtype=stored.dtype, fp32_layers=stored.fp32_layers, quantisation=capability.quantisation)
+    backend = find_backend(manifest.target.backend)
+    capability = require(backend, stored.dtype, stored.quantisation, device=device)
+    scheme = capability.quantisation and backend.scheme(capability.quantisation, manifest.target)
+    return Precision(dtype=stored.dtype, fp32_layers=stored.fp32_layers, quantisation=scheme)
 
 
 def config_of(bundle: Bundle, recipe: Recipe[Any]) -> Any:
