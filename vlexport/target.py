@@ -12,7 +12,7 @@ from pathlib import Path
 from vlexport.codec import checked
 from vlexport.errors import InputError
 
-_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,63}")
+_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,127}")
 _MACHINES = {"amd64": "x86_64", "aarch64": "arm64"}
 _SYSTEMS = {"win32": "windows", "darwin": "macos"}
 NO_GPU = "none"
@@ -40,7 +40,7 @@ class Target:
         for field, value in self.fields().items():
             if value is not None and not _WORD.fullmatch(value):
                 raise InputError(
-                    f"target: {field} {value[:80]!r} given; expected up to 64 letters, digits and . _ + - "
+                    f"target: {field} {value[:80]!r} given; expected up to 128 letters, digits and . _ + - "
                     f"beginning with a letter or digit. Correct the name that the backend reports."
                 )
 

@@ -27,9 +27,13 @@ from vlexport.runtime.pipeline import load
 
 INSTRUCTIONS = set(re.findall("avx512_vnni|avx_vnni|avx512_bf16", Path("/proc/cpuinfo").read_text()))
 HAS_BFLOAT16, HAS_VNNI = "avx512_bf16" in INSTRUCTIONS, bool(INSTRUCTIONS - {"avx512_bf16"})
-WEIGHTS = {"onnxruntime": "model.weights", "openvino": "model.bin"}
+WEIGHTS = {"onnxruntime": "model.weights", "openvino": "model.bin", "inductor": "program.safetensors"}
 BACKENDS = [
     "onnxruntime",
+    pytest.param(
+        "inductor",
+        marks=pytest.mark.skipif(not HAS_VNNI, reason="the processor has no VNNI, inductor no int8"),
+    ),
     pytest.param(
         "openvino",
         marks=pytest.mark.skipif(
@@ -57,9 +61,10 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Bun
         (backend, quantize or "float32"): build_checkpoint(
             request(source, backend=backend, quantize=quantize, output_dir=folder / "engines")
         ).bundle
-        for backend in ("onnxruntime", "openvino")
+        for backend in ("onnxruntime", "openvino", "inductor")
         if find_backend(backend).missing() is None
         for quantize in (None, "int8")
+        if quantize is None or backend != "inductor" or HAS_VNNI
     }
 
 
@@ -82,7 +87,9 @@ def test_export_and_precision_have_a_verdict_each(backend: str, built: dict[tupl
     export = [row for row in rows if row.level == "L2"]
     precision = [row for row in rows if row.level == "L3" and row.limits.get("relative_l2")]
     assert {tuple(row.limits.values()) for row in export} == {(1.5, 3.0)}
-    assert {tuple(row.limits.values()) for row in precision} == {(0.13, 0.30)}
+    limits = {tuple(row.limits.values()) for row in precision}
+    # In bfloat16 the reference of this tower loses more than the cap by itself.
+    assert limits == {(0.13, 0.30)} or (backend == "inductor" and max(limits) <= (1.25 * 0.13, 1.25 * 0.30))
     assert all("SQNR" in row.note and row.metrics["sqnr"] > 17 for row in precision)
     # Emulated layer by layer, the reference loses just what the kernels lose; 1.01 measured, and 0.83 where
     # the kernels take groups of fewer columns in layers as small as these. With attention in bfloat16 single
@@ -94,7 +101,10 @@ def test_export_and_precision_have_a_verdict_each(backend: str, built: dict[tupl
     (weights,) = [row.note for row in rows if row.check == "engine weights"]
     assert "; int8: blocks.*.attn.proj, blocks.*.attn.qkv, blocks.*.mlp.down_proj, " in weights
     rest = "; bfloat16: merger.mlp.0, merger.mlp.2; attention in bfloat16, the rest float32"
-    assert weights.endswith(rest if narrow else "; attention in float32, the rest float32")
+    if backend == "inductor":
+        assert weights.endswith("; attention in bfloat16, the rest bfloat16")
+    else:
+        assert weights.endswith(rest if narrow else "; attention in float32, the rest float32")
 
 
 @pytest.mark.slow
@@ -108,7 +118,8 @@ def test_it_is_another_smaller_bundle_named_so(backend: str, built: dict[tuple[s
     assert weights[0] < 0.6 * weights[1]
     assert "--quantize int8" in rounded.rebuild_command()
     found = json.loads("".join(vlexport("inspect", rounded.path, "--json").lines))
-    assert found["precision"] == {"dtype": "float32", "fp32_layers": {}, "quantisation": "int8"}
+    dtype = "bfloat16" if backend == "inductor" else "float32"
+    assert found["precision"] == {"dtype": dtype, "fp32_layers": {}, "quantisation": "int8"}
 
 
 @pytest.mark.slow
@@ -169,7 +180,8 @@ def test_signed_weights_are_for_processors_that_sum_them_exactly(built, tmp_path
             "float32",
             "'eager' does not serve float32 with weights in int8. It serves: bfloat16, float32",
         ),
-        ("onnxruntime", "bfloat16", "No backend serves bfloat16 with weights in int8"),
+        ("onnxruntime", "bfloat16", "bfloat16 with weights in int8 is served by: inductor."),
+        ("inductor", "float32", "'inductor' does not serve float32 with weights in int8"),
     ],
 )
 def test_who_does_not_serve_it_names_who_does(backend: str, dtype: str, words: str) -> None:
@@ -188,5 +200,5 @@ def test_the_command_line_builds_plans_and_lists_it(tmp_path: Path) -> None:
     assert abs(planned["disk_bytes"] / size - 1) < 0.3
     assert vlexport("plan", *words, "--json").document["cached"]
     listed = vlexport("doctor", "--json").document["backends"]
-    assert {each["name"] for each in listed if each["quantise"]} == {"onnxruntime", "openvino"}
+    assert {each["name"] for each in listed if each["quantise"]} == {"onnxruntime", "openvino", "inductor"}
     assert vlexport("build", checkpoint, "--quantize", "int3", "--output-dir", tmp_path).code == 2

@@ -14,7 +14,7 @@ import torch
 from tests.onnx.conftest import DEPTH, translated
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
 from vlexport._build.export import export
-from vlexport.backends import onnxruntime as backend
+from vlexport.backends._engine import has_vnni
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import UnsupportedError
 from vlexport.onnx import quantize
@@ -122,9 +122,7 @@ def integers_of(
     return found
 
 
-SIGNED = pytest.param(
-    True, marks=pytest.mark.skipif(not backend._has_vnni(), reason="no VNNI: sums saturate")
-)
+SIGNED = pytest.param(True, marks=pytest.mark.skipif(not has_vnni(), reason="no VNNI: sums saturate"))
 
 
 @pytest.mark.parametrize("signed", [False, SIGNED])

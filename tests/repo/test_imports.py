@@ -202,6 +202,8 @@ ALLOWED = {
         "_build.estimate",
         "bundle.user_folders",
         "_build.aoti",
+        # A tower with integers in it is traced again.
+        "_build.export",
     },
     # From a traced tower to operators that the ONNX target fuses, and the graphs around it.
     "onnx": {

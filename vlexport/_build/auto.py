@@ -22,12 +22,12 @@ from vlexport._build.export import example_inputs, specs_of, trace
 from vlexport._build.request import request
 from vlexport._build.spec import BuildSpec
 from vlexport.backends import (
+    Capability,
     Engine,
     EngineSpec,
     Folder,
     Progress,
     backend_names,
-    capability_of,
     find_backend,
     log_progress,
     require,
@@ -245,21 +245,29 @@ def _offered(
     names: Sequence[str], dtype: str | None, quantize: str | None, device: str | None
 ) -> Iterator[Candidate]:
     """Yield what may serve, and one row for each backend that does not run here."""
-    precision = (dtype or "float32", quantize)
-    if (dtype or quantize) and not any(capability_of(find_backend(name), *precision) for name in names):
-        require(find_backend(names[0] if len(names) == 1 else "eager"), *precision)
+    every = [each for name in names for each in find_backend(name).capabilities]
+    if not any(_is_meant(each, dtype, quantize) for each in every):
+        require(find_backend(names[0] if len(names) == 1 else "eager"), dtype or "float32", quantize)
     for backend in map(find_backend, names):
         if not runs_here(backend):
             yield Candidate(backend=backend.name, reason=backend.missing() or backend.cannot_run() or "")
             continue
-        every = backend.devices if torch.cuda.is_available() else ()
-        for place in (device,) if device else every or (None,):
+        devices = backend.devices if torch.cuda.is_available() else ()
+        for place in (device,) if device else devices or (None,):
             for capability in backend.capabilities:
                 scheme = capability.quantisation.name if capability.quantisation else None
-                if not (dtype or quantize) or (capability.dtype, scheme) == precision:
+                if _is_meant(capability, dtype, quantize):
                     yield Candidate(
                         backend=backend.name, dtype=capability.dtype, quantize=scheme, device=place
                     )
+
+
+def _is_meant(capability: Capability, dtype: str | None, quantize: str | None) -> bool:
+    """Return whether a precision is among those asked for; a scheme alone means every dtype that has it."""
+    scheme = capability.quantisation.name if capability.quantisation else None
+    if dtype is None:
+        return quantize in (None, scheme)
+    return (capability.dtype, scheme) == (dtype, quantize)
 
 
 @dataclass(frozen=True, kw_only=True)

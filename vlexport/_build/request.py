@@ -51,7 +51,7 @@ def request(  # noqa: PLR0913  one argument per option of the command line
     *,
     lora: str | Path | None = None,
     recipe: str | None = None,
-    dtype: DtypeName | torch.dtype = "float32",
+    dtype: DtypeName | torch.dtype | None = None,
     input_dtype: InputDtype = PIXELS,
     quantize: Scheme | None = None,
     profile: ProfileName | ShapeProfile | None = None,
@@ -70,14 +70,19 @@ def request(  # noqa: PLR0913  one argument per option of the command line
 ) -> BuildSpec:
     """Return the spec of a build: the recipe serves the checkpoint, the backend precision and devices.
 
+    dtype        None for float32, or for what the backend has `quantize` in
     input_dtype  of patches: `float32`, normalised, or `uint8`, which the engine normalises
     fp32_layers  parts of the tower that stay float32; None measures in float16 which ones have to
     """
     # Whatever needs no tower is refused first: recipes import torch.
     bounds = _bounds(profile, min_pixels, max_pixels, max_images, max_frames)
     limits = BuildLimits.of(build_seconds, build_memory)
-    dtype, targets = dtype_name(dtype), targets.split(",") if isinstance(targets, str) else targets or ()
+    targets = targets.split(",") if isinstance(targets, str) else targets or ()
     engine = find_backend(backend)
+    own = (
+        each.dtype for each in engine.capabilities if each.quantisation and each.quantisation.name == quantize
+    )
+    dtype = next(own, "float32") if dtype is None else dtype_name(dtype)
     capability = require(engine, dtype, quantize, input_dtype, device)
     engine.options(targets, (), limits)
     source = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint.open(checkpoint)

@@ -29,6 +29,8 @@ DAMAGED = (
     "Its files are those of the manifest: they were damaged before, or are for another version. Build the "
     "bundle again or fetch an intact copy."
 )
+# Instructions for products of 8 bits, in two encodings; without them two products are added in 16 bits.
+VNNI, ENCODINGS = "vnni", ("avx512_vnni", "avx_vnni")
 # Of an archive, and of the pickles in it.
 ARCHIVE_ERRORS = (EOFError, zipfile.BadZipFile, zlib.error, pickle.PickleError)
 
@@ -203,3 +205,9 @@ def refused_by(
 def is_large(tensors: Mapping[str, Tensor]) -> bool:
     """Return whether a library has to give back what it took for a call; values count, of any type."""
     return sum(tensor.numel() for tensor in tensors.values()) > KEPT_VALUES
+
+
+def has_vnni() -> bool:
+    import torch
+
+    return any(torch.cpu.get_capabilities().get(name) for name in ENCODINGS)

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 # As torch names the bytes of tensors in an archive; of other constants it reads pickles.
 TENSOR_FILE = re.compile(r"(?:weight|tensor)_\d+")
 # Names of safetensors; towers hold no other types.
-DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "I64": "int64", "I32": "int32"}
+DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+DTYPES |= {"I64": "int64", "I32": "int32", "I8": "int8"}
 
 
 class TorchRunner(FunctionRunner):

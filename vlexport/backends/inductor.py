@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,19 +15,22 @@ from typing import TYPE_CHECKING, Any
 from vlexport._build.aoti import compiler, load_package, target_here, write_package
 from vlexport._build.estimate import Costs
 from vlexport.backends import _torch, log_progress
-from vlexport.backends._engine import refused_by
+from vlexport.backends._engine import VNNI, has_vnni, refused_by
 from vlexport.backends._inspection import Inside
 from vlexport.backends.base import Backend, Capability, EngineSpec, Options, Payloads, Progress, Runner
 from vlexport.errors import UnsupportedError
+from vlexport.specs import Precision, Quantisation, is_quantizable
 from vlexport.target import Target
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.export import ExportedProgram
 
     from vlexport._build.graph import Graph
 
 PACKAGE = "program.pt2"
 WEIGHTS = "program.safetensors"
+INT8 = Quantisation(name="int8", group=0, activations=0)
 
 
 class Inductor(Backend):
@@ -53,10 +57,27 @@ class Inductor(Backend):
                 build_base=418, build_weights=4.6, check_values=4.52, compile_base=527, compile_weights=3.86,
             ),
         ),
+        Capability(
+            dtype="bfloat16",
+            quantisation=INT8,
+            note="weights and inputs of the blocks' products in 8 bits, with VNNI",
+            costs=Costs(
+                base=324, opening=1.0, weights=1.01, values=1.48, disk=3.0,
+                build_base=418, build_weights=4.6, check_values=4.52, compile_base=527, compile_weights=3.86,
+            ),
+        ),
     )  # fmt: skip
 
     def target(self) -> Target:
-        return target_here()
+        return _with_vnni(target_here()) if has_vnni() else target_here()
+
+    def build_target(self, options: Options, precision: Precision) -> Target:
+        return target_here() if precision.quantisation is None else _with_vnni(target_here())
+
+    def cannot_compute(self, precision: Precision, device: str | None = None) -> str | None:
+        if precision.quantisation is None or has_vnni():
+            return None
+        return f"the processor has no {VNNI}, without which sums of products of 8 bits may saturate."
 
     def build(self, graph: Graph, options: Options, out: Path, progress: Progress = log_progress) -> None:
         if compiler() is None:
@@ -66,7 +87,7 @@ class Inductor(Backend):
             )
         import torch
 
-        program = graph.program
+        program = graph.program if graph.quantisation is None else _integers(graph)
         _torch.in_whole_blocks(program)
         # Weights stay outside the shared object.
         write_package(program, out / PACKAGE, {"aot_inductor.package_constants_in_so": False})
@@ -119,6 +140,27 @@ class Inductor(Backend):
                 return {name: rows.clone() for name, rows in package(dict(inputs)).items()}
 
         return Inside(weights=weights, partly=partly)
+
+
+def _with_vnni(target: Target) -> Target:
+    return replace(target, instruction_set=f"{target.instruction_set}+{VNNI}")
+
+
+def _integers(graph: Graph) -> ExportedProgram:
+    """Trace the tower again, with integers for the matrices of its blocks as the checkpoint has them."""
+    from vlexport._build.export import trace
+    from vlexport.backends._integers import in_integers
+    from vlexport.onnx.quantize import check_complete, read_weights
+
+    tower, weights = graph.tower(), read_weights(graph.program)
+    names = graph.recipe.weight_names(graph.checkpoint, graph.config)
+    chosen = {
+        name: stored
+        for name, stored in names.items()
+        if name in weights and is_quantizable(name, weights[name].ndim)
+    }
+    check_complete(in_integers(tower, graph.checkpoint.tensors(chosen)), weights)
+    return trace(graph, tower).program
 
 
 def _package(content: bytes) -> Any:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlexport._build.estimate import Costs
 from vlexport.backends import log_progress
-from vlexport.backends._engine import is_large, refused_by
+from vlexport.backends._engine import VNNI, has_vnni, is_large, refused_by
 from vlexport.backends._inspection import GraphCall, Inside, Portable, Sums, as_arrays, write_run
 from vlexport.backends.base import Backend, Capability, EngineSpec, Options, Payloads, Progress, Runner
 from vlexport.errors import MisfitError
@@ -44,8 +44,6 @@ PROVIDERS = {"cpu": CPU, "cuda": "CUDAExecutionProvider"}
 # that are reused in place, or planned ahead, live longer and take 150 kB or more.
 MEMORY = {"enable_cpu_mem_arena": True, "enable_mem_pattern": False, "enable_mem_reuse": False}
 INT8 = Quantisation(name="int8", group=0, activations=0)
-# Instructions for products of 8 bits, in two encodings.
-VNNI, ENCODINGS = "vnni", ("avx512_vnni", "avx_vnni")
 ROUNDED = "RoundedRows"
 
 
@@ -93,7 +91,7 @@ class OnnxRuntime(Backend):
             version=_library().__version__,
             platform=platform_here(),
             device="cpu",
-            instruction_set=VNNI if _has_vnni() else None,
+            instruction_set=VNNI if has_vnni() else None,
         )
 
     def here(self, target: Target) -> Target:
@@ -120,7 +118,7 @@ class OnnxRuntime(Backend):
         for fusion in fusions.FUSIONS:
             fusions.fuse(model, fusion)
         if graph.quantisation is not None:
-            found = quantize.multiply(model, signed=_has_vnni())
+            found = quantize.multiply(model, signed=has_vnni())
             quantize.check_complete(found, quantize.read_weights(graph.program))
         passes.store_as_taken(model)
         passes.drop_unused(model)
@@ -171,12 +169,6 @@ class OnnxRuntime(Backend):
             sums=_sums(model, weights) if model.graph.output[0].type.tensor_type.elem_type == 1 else None,
             rounded=_rounded(model),
         )
-
-
-def _has_vnni() -> bool:
-    import torch
-
-    return any(torch.cpu.get_capabilities().get(name) for name in ENCODINGS)
 
 
 def _call(content: bytes) -> GraphCall:

@@ -115,7 +115,8 @@ class BuildOptions:
             write_options(context, self.write_config)
         names = {field.name for field in fields(self)} - {"config", "write_config"}
         source = context.get_parameter_source("dtype")
-        is_open = self.backend == specs.AUTO and source is not None and source.name == "DEFAULT"
+        is_default = source is not None and source.name == "DEFAULT"
+        is_open = is_default and (self.backend == specs.AUTO or self.quantize is not None)
         return {
             **{name: getattr(self, name) for name in names},
             **({"dtype": None} if is_open else {}),
@@ -154,7 +155,7 @@ def build(
     from vlexport._build.timings import Timings, expected_build, keep, recall
 
     arguments, choice = _settled(arguments, as_json=as_json, stderr=True)
-    kind = ("build", arguments["backend"], arguments["dtype"])
+    kind = ("build", arguments["backend"], arguments["dtype"] or arguments["quantize"])
     overall, weights, own = Overall(recall(*kind)), None, None
     with phases("build", overall) as progress:
         is_apart = needs_process(arguments)

@@ -64,9 +64,9 @@ def weight_rows(inside: Inside, subject: BuildSpec) -> list[Row]:
     count = len(names) + len(constants)
     note = f"{count - len(lost)} tensors, equal bit for bit"
     if subject.quantisation is not None:
-        note += (
-            f"; {_formats(held, names)}; attention in {subject.quantisation.rest}, the rest {subject.dtype}"
-        )
+        dtype = subject.dtype
+        narrow = subject.quantisation.rest if dtype == "float32" else dtype
+        note += f"; {_formats(held, names, dtype)}; attention in {narrow}, the rest {dtype}"
     rows = [
         exact_row("engine weights", differing, "the engine's own files", shapes="stored files", note=note)
     ]
@@ -138,12 +138,13 @@ def unseen(check: str, reason: str) -> Row:
     return Row(level="L0", check=check, shapes="stored files", note=note, given="observed")
 
 
-def _formats(held: Mapping[str, Sequence[Tensor]], names: Iterable[str]) -> str:
-    """Tell which layers are stored in fewer bits, those of all blocks once."""
+def _formats(held: Mapping[str, Sequence[Tensor]], names: Iterable[str], dtype: str) -> str:
+    """Tell which layers are stored in fewer bits than the rest, those of all blocks once."""
     layers: dict[str, set[str]] = {kind: set() for kind in FORMATS.values()}
     for name in names:
         pieces = held.get(name, held.get(f"{name}.int8", []))
-        if name.endswith(".weight") and pieces and (kind := FORMATS.get(pieces[0].dtype)):
+        kind = FORMATS.get(pieces[0].dtype, dtype) if pieces else dtype
+        if name.endswith(".weight") and kind != dtype:
             layers[kind].add(BLOCK.sub(".*.", name.removesuffix(".weight"), count=1))
     return "; ".join(f"{kind}: {', '.join(sorted(several))}" for kind, several in layers.items() if several)
 
