@@ -10,11 +10,13 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
+from torch import nn
 
 from tests.onnx.conftest import DEPTH, translated
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
 from vlexport._build.export import export
 from vlexport.backends._engine import has_vnni
+from vlexport.backends._integers import IntegerLinear
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import UnsupportedError
 from vlexport.onnx import quantize
@@ -149,3 +151,18 @@ def test_rows_of_any_size_keep_seven_bits_and_a_sign(size: float, signed: bool) 
     # Float32 scales and adds after the sum of integers, which is exact: 4 roundings of 2**-24.
     error = np.abs(integers_of(rows, weight, bias, signed=signed) - wanted)
     assert error.max() <= 4 * 2.0**-24 * np.abs(wanted).max()
+
+
+@pytest.mark.skipif(not has_vnni(), reason="no VNNI: sums saturate")
+@pytest.mark.parametrize("size", SIZES)
+def test_a_layer_in_torch_is_the_same(size: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    layer = nn.Linear(COLUMNS, OUTPUTS)
+    rows = torch.randn(ROWS, 2, COLUMNS, generator=generator) * size
+    with torch.no_grad():
+        layer.bias.mul_(size)
+        found = IntegerLinear(layer, layer.weight)(rows)
+        grid = on_grid(rows.double(), 0), on_grid(layer.weight.double(), 0), layer.bias.double()
+        wanted = nn.functional.linear(*grid)
+    # Float32 scales and adds after the sum of integers, which is exact: 4 roundings of 2**-24.
+    assert (found - wanted).abs().max() <= 4 * 2.0**-24 * wanted.abs().max()
