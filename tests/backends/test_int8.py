@@ -143,7 +143,7 @@ def test_openvino_runs_integers_in_every_layer_of_the_blocks(built: dict[tuple[s
         if info["layerType"].astype(str) == "FullyConnected"
     )
     # Patch embedding, and two of the merger.
-    assert types == {"i8": 20, "f32": 1, "bf16": 2} if HAS_BFLOAT16 else {"i8": 20, "f32": 3}
+    assert types == ({"i8": 20, "f32": 1, "bf16": 2} if HAS_BFLOAT16 else {"i8": 20, "f32": 3})
 
 
 @pytest.mark.slow

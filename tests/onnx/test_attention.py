@@ -5,7 +5,6 @@ from __future__ import annotations
 import onnx_ir as ir
 import pytest
 import torch
-from onnxscript import tensor
 from torch import Tensor, nn
 
 from tests.onnx.conftest import run
@@ -88,16 +87,6 @@ def run_by_openvino(model: ir.Model, inputs: dict[str, Tensor]) -> Tensor:
     return torch.from_numpy(compiled({name: each.numpy() for name, each in inputs.items()})[0])
 
 
-def test_the_nearest_value_of_bfloat16_is_torchs_of_any_size_and_between_two() -> None:
-    """OpenVINO cuts bits off; what is cast has none to lose."""
-    generator = torch.Generator().manual_seed(0)
-    sizes = 10.0 ** torch.randint(-20, 20, (1000,), generator=generator)
-    between = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 0, 257])
-    rows = torch.cat([torch.randn(1000, generator=generator) * sizes, between])
-    rounded = torch.from_numpy(attention.nearest(tensor.Tensor(rows.numpy())).value)  # type: ignore[arg-type, attr-defined]
-    assert torch.equal(rounded, rows.bfloat16().float())
-
-
 @pytest.mark.seconds
 @pytest.mark.parametrize(
     ("dtype", "free", "dense", "groups"),
@@ -118,7 +107,6 @@ def test_heads_are_attended_in_groups_where_their_memory_would_be_kept(dtype, fr
     assert sum(node.op_type == "Softmax" for node in model.graph.all_nodes()) == groups
     narrowed = [node for node in model.graph if node.attributes.get_int("to", 0) == ir.DataType.BFLOAT16]
     assert len(narrowed) == (3 if dense is attention.narrow else 0)
-    assert all(source.op_type == "Sub" for node in narrowed for source in node.predecessors())
     if dtype == torch.float32:  # numpy has no bfloat16
         exact = {name: each.double() if each.is_floating_point() else each for name, each in inputs.items()}
         if narrowed:  # ONNX Runtime multiplies no bfloat16

@@ -90,6 +90,32 @@ def test_behind_the_integers_products_are_narrow_with_the_nearest_weights(graph,
     assert sum(node is not None and node.op_type == "Cast" for node in read) == 2
 
 
+CAST = """
+<ir_version: 10, opset_import: ["": 18]>
+cast (float[1005] x) => (float[1005] out) {
+    narrow = Cast <to = 16> (x)
+    out = Cast <to = 1> (narrow)
+}
+"""
+
+
+def test_what_is_cast_to_bfloat16_is_torchs_nearest_of_any_size_and_between_two() -> None:
+    """OpenVINO cuts bits off: what it casts must have none to lose."""
+    model = ir.from_onnx_text(CAST)
+    quantize.narrow_rest(model)
+    (narrow,) = [node for node in model.graph if node.attributes.get_int("to", 0) == ir.DataType.BFLOAT16]
+    assert narrow.inputs[0] is not None
+    model.graph.outputs[0] = narrow.inputs[0]
+    narrow.inputs[0].name, narrow.inputs[0].type = "rounded", model.graph.inputs[0].type
+    generator = torch.Generator().manual_seed(0)
+    sizes = 10.0 ** torch.randint(-20, 20, (1000,), generator=generator)
+    between = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 0, 257])
+    rows = torch.cat([torch.randn(1000, generator=generator) * sizes, between])
+    session = onnxruntime.InferenceSession(ir.serde.serialize_model(model).SerializeToString())
+    (rounded,) = session.run(None, {"x": rows.numpy()})
+    assert torch.equal(torch.from_numpy(rounded), rows.bfloat16().float())
+
+
 def test_a_matrix_that_stays_floating_point_is_refused_by_name() -> None:
     weights = {"blocks.0.mlp.weight": torch.zeros(2, 2), "blocks.1.mlp.weight": torch.zeros(2, 2)}
     with pytest.raises(UnsupportedError, match=r"1 matrices .* the first is blocks\.1\.mlp\.weight"):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec
 
 from vlexport._build.spec import BuildSpec
-from vlexport.backends import BuildLimits, Progress, find_backend, log_progress, require
+from vlexport.backends import Backend, BuildLimits, Capability, Progress, find_backend, log_progress, require
 from vlexport.checkpoint import Adapter, Checkpoint
 from vlexport.codec import checked, is_number
 from vlexport.errors import InputError, RequestError, UnsupportedError, nearest
@@ -70,19 +70,14 @@ def request(  # noqa: PLR0913  one argument per option of the command line
 ) -> BuildSpec:
     """Return the spec of a build: the recipe serves the checkpoint, the backend precision and devices.
 
-    dtype        None for float32, or for what the backend has `quantize` in
     input_dtype  of patches: `float32`, normalised, or `uint8`, which the engine normalises
     fp32_layers  parts of the tower that stay float32; None measures in float16 which ones have to
     """
     # Whatever needs no tower is refused first: recipes import torch.
     bounds = _bounds(profile, min_pixels, max_pixels, max_images, max_frames)
-    limits = BuildLimits.of(build_seconds, build_memory)
+    engine, limits = find_backend(backend), BuildLimits.of(build_seconds, build_memory)
     targets = targets.split(",") if isinstance(targets, str) else targets or ()
-    engine = find_backend(backend)
-    own = (
-        each.dtype for each in engine.capabilities if each.quantisation and each.quantisation.name == quantize
-    )
-    dtype = next(own, "float32") if dtype is None else dtype_name(dtype)
+    dtype = _own_dtype(engine, quantize) if dtype is None else dtype_name(dtype)
     capability = require(engine, dtype, quantize, input_dtype, device)
     engine.options(targets, (), limits)
     source = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint.open(checkpoint)
@@ -96,12 +91,11 @@ def request(  # noqa: PLR0913  one argument per option of the command line
         progress("measure ranges", 0.0)
         fp32_layers = _measured(family, source, engine.form, input_dtype)
     method, cells = chosen_selector(family, selector, takes_cells=family.packing(config).takes_cells)
-    scheme = capability.quantisation and engine.scheme(capability.quantisation, engine.target())
     return BuildSpec(
         recipe=family,
         checkpoint=source,
         config=config,
-        precision=Precision(dtype=dtype, fp32_layers=fp32_layers or {}, quantisation=scheme),
+        precision=_precision(engine, capability, fp32_layers),
         form=engine.form,
         profile=union(profiles),
         backend=engine,
@@ -111,6 +105,17 @@ def request(  # noqa: PLR0913  one argument per option of the command line
         tensors=family.stored_tensors(source, config),
         output_dir=Path(output_dir),
     )
+
+
+def _own_dtype(engine: Backend, quantize: str | None) -> str:
+    """Return float32, or the dtype that a backend has a scheme in."""
+    schemes = {each.quantisation.name: each.dtype for each in engine.capabilities if each.quantisation}
+    return schemes.get(quantize or "", "float32")
+
+
+def _precision(engine: Backend, capability: Capability, fp32_layers: Mapping[str, str] | None) -> Precision:
+    scheme = capability.quantisation and engine.scheme(capability.quantisation, engine.target())
+    return Precision(dtype=capability.dtype, fp32_layers=fp32_layers or {}, quantisation=scheme)
 
 
 def _forecasting(resolve: Callable[P, BuildSpec]) -> Callable[P, Forecast]:

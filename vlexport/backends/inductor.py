@@ -77,7 +77,10 @@ class Inductor(Backend):
     def cannot_compute(self, precision: Precision, device: str | None = None) -> str | None:
         if precision.quantisation is None or has_vnni():
             return None
-        return f"the processor has no {VNNI}, without which sums of products of 8 bits may saturate."
+        return (
+            f"the processor has no {VNNI}, without which sums of products of 8 bits may saturate. "
+            "Build with onnxruntime or openvino."
+        )
 
     def build(self, graph: Graph, options: Options, out: Path, progress: Progress = log_progress) -> None:
         if compiler() is None:
