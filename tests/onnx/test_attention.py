@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.onnx.conftest import run
-from vlexport.onnx import attention, to_onnx
+from vlexport.onnx import attention, quantize, to_onnx
 from vlexport.vision.attention.kernels import segment_attention, segment_cross_attention
 
 # Kernels differ in summation order: 3e-7 measured on outputs of size 1.
@@ -110,8 +110,10 @@ def test_heads_are_attended_in_groups_where_their_memory_would_be_kept(dtype, fr
     if dtype == torch.float32:  # numpy has no bfloat16
         exact = {name: each.double() if each.is_floating_point() else each for name, each in inputs.items()}
         if narrowed:  # ONNX Runtime multiplies no bfloat16
+            quantize.narrow_rest(model)  # rounds what is cast, as engines have it
             rows = run_by_openvino(model, inputs)
-            # 3e-3 measured: queries, keys, values, weights and sums of values are rounded to 2^-9.
+            # 4.1e-3 measured without AVX-512, where only queries, keys and values are rounded to 2^-9, and
+            # 3e-3 with AVX512-BF16; bits that the library's own casts cut off are 1.5e-2.
             torch.testing.assert_close(rows.double(), Attention()(**exact), atol=2.0**-7, rtol=0)
             return
         torch.testing.assert_close(
