@@ -139,7 +139,7 @@ def test_without_a_compiler_that_works_a_build_has_eager_graphs_and_the_reason(
 ):
     if "null" in compiler:
         empty = f"for last; do :; done; exec {compiler} $last"
-        compiler = script(tmp_path, f'case "$*" in *wrapper.cpp*) {empty};; *) exec g++ "$@";; esac')
+        compiler = script(tmp_path, f'case "$*" in *wrapper.so) {empty};; *) exec g++ "$@";; esac')
         # torch keeps what another compiler made of the same source.
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
         # What this process has loaded may lend its parts of the library.

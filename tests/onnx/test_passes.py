@@ -64,7 +64,7 @@ def test_slices_are_merged_as_by_the_rule_of_the_library_which_is_there_again_af
     # The rule takes a pair in one order, and in onnxscript 0.6.0 that differs from process to process.
     for slices in (f"{FIRST}\n{SECOND}", f"{SECOND}\n{FIRST}"):
         plain = rewrite(onnx.parser.parse_model(HALVES % slices))
-        with to_onnx.slices_found_by_type():
+        with to_onnx.quick_exporter():
             found = rewrite(onnx.parser.parse_model(HALVES % slices))
         assert found == plain
         merged += [node.op_type for node in found.graph.node if node.op_type != "Mul"]

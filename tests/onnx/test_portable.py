@@ -33,7 +33,6 @@ from vlexport.onnx import portable
 from vlexport.positions.media import full_positions, pruned_channels
 from vlexport.positions.mrope import frame_positions, initial_positions
 from vlexport.positions.rules import FrameMarkers, PlacedMedia, PositionOptions, PositionRule
-from vlexport.pruning.compile import onnx_program
 from vlexport.pruning.evs import prune
 from vlexport.pruning.methods import METHODS
 from vlexport.pruning.selectors import eager
@@ -74,7 +73,7 @@ def traced_once():
     handler.setLevel(logging.WARNING)
     logging.getLogger().addHandler(handler)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(portable, "onnx_program", cache(onnx_program))
+        patch.setattr(portable, "selection_model", cache(portable.selection_model))
         yield
     logging.getLogger().removeHandler(handler)
     assert [each.getMessage() for each in handler.buffer] == []

@@ -20,7 +20,6 @@ from vlexport.onnx import portable as portable_graphs
 from vlexport.parity.graphs import graph_rows, portable_rows
 from vlexport.positions.plan import write_kept_positions, write_positions
 from vlexport.pruning.cells import RULES
-from vlexport.pruning.compile import onnx_program
 from vlexport.pruning.methods import METHODS
 from vlexport.pruning.pixels import Chooser
 from vlexport.pruning.selectors import Selection, eager
@@ -161,7 +160,7 @@ PACES = {
 def traced_once():
     """Trace the selection and the positions once for all paces."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(portable_graphs, "onnx_program", cache(onnx_program))
+        patch.setattr(portable_graphs, "selection_model", cache(portable_graphs.selection_model))
         patch.setattr(portable_graphs, "mrope_positions", cache(portable_graphs.mrope_positions))
         yield
 

@@ -2,6 +2,7 @@
 
 import random
 
+import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
@@ -11,7 +12,7 @@ from tests.pruning.masks import EVS_SNAP, retention_mask
 from vlexport._build.token_graphs import open_graphs, planned_graphs, write_graphs
 from vlexport.backends import Folder
 from vlexport.errors import UnsupportedError
-from vlexport.pruning.compile import onnx_program
+from vlexport.onnx.portable import selection_model
 from vlexport.pruning.evs import EVS, prune
 from vlexport.pruning.selectors import Selection
 from vlexport.pruning.vidcom2 import VidCom2Selector
@@ -32,7 +33,7 @@ NUM_SHAPES, NUM_CASES = 60, 1000
 
 
 def write_onnx(selector, path, dtype):
-    onnx_program(selector, dtype=dtype).save(str(path))
+    ir.save(selection_model(selector, dtype), path)
     return path
 
 

@@ -15,7 +15,7 @@ import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +70,8 @@ _REGEX_USES = (
 )
 # Kernels name their vectors, so other passes find little in them (docs/graphs.md).
 _OPTIMISED = ("-O1", "-finline-small-functions", "-finline-functions")
+# Where kernels begin in the source that torch writes; what is before calls them.
+_KERNELS = "#include <torch/csrc/inductor/cpp_prefix.h>"
 # What a package has besides its program and the words about it.
 _SOURCES = (".cpp", ".o", ".ld", ".txt", "_flags.json")
 
@@ -186,27 +188,37 @@ def begun_package(program: ExportedProgram, path: Path, settings: Settings) -> I
     with zipfile.ZipFile(path) as archive:
         archive.extractall(place)
     (source,) = place.rglob("*.wrapper.cpp")
-    with (
-        _light_header(place),
-        (place / "output").open("w") as output,
-        subprocess.Popen(_command(source), stdin=subprocess.DEVNULL, stdout=output, stderr=output) as process,
-    ):
+    compiled, folder = source.with_suffix(".so"), source.parent
+    # Calls and kernels need headers of torch for most of their time: each has a compiler.
+    calls, include, kernels = source.read_text(encoding="utf-8").partition(_KERNELS)
+    parts = {"calls": (calls, ("-Og",)), "kernels": (include + kernels, _OPTIMISED)}
+    cxx, *flags = _command(folder)
+
+    def begin(output: Path, *words: str) -> subprocess.Popen[bytes]:
+        command = [cxx, *words, *flags, "-o", str(output)]
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    with _light_header(place), (place / "output").open("w") as log, ExitStack() as stack:
+        compilers = []
+        for name, (text, optimised) in parts.items():
+            if text:
+                (file := folder / f"{name}.cpp").write_text(text, encoding="utf-8")
+                begun = begin(file.with_suffix(".o"), "-c", str(file), *optimised)
+                compilers.append(stack.enter_context(begun))
+                stack.callback(begun.kill)
 
         def finish() -> None:
-            if process.wait():
+            failed = any(each.wait() for each in compilers)
+            if failed or begin(compiled, *map(str, folder.glob("*.o"))).wait():
                 raise _uncompiled(path, (place / "output").read_text(errors="replace"))
             with zipfile.ZipFile(path) as sources, zipfile.ZipFile(place / path.name, "w") as package:
                 for entry in sources.infolist():
                     if not entry.filename.endswith(_SOURCES):
                         package.writestr(entry, sources.read(entry))
-                compiled = source.with_suffix(".so")
                 package.write(compiled, compiled.relative_to(place))
             (place / path.name).replace(path)
 
-        try:
-            yield finish
-        finally:
-            process.kill()
+        yield finish
 
 
 @contextmanager
@@ -235,23 +247,18 @@ def _light_header(place: Path) -> Iterator[None]:
                 os.environ["CPATH"] = before
 
 
-def _command(source: Path) -> list[str]:
+def _command(folder: Path) -> list[str]:
     """Return the call of the compiler that torch wrote beside a source, less what helps a debugger alone."""
-    flags = json.loads(next(source.parent.glob("*_linker_flags.json")).read_text(encoding="utf-8"))
+    flags = json.loads(next(folder.glob("*_linker_flags.json")).read_text(encoding="utf-8"))
     return [
         flags["compiler"],
-        str(source),
-        *map(str, source.parent.glob("*.o")),
         *(f"-D{name.strip()}" for name in flags["definitions"]),
         *(f"-I{folder}" for folder in flags["include_dirs"]),
         *(f"-{flag}" for flag in flags["cflags"] if flag not in ("O3", "g1", "Wall", "pedantic")),
-        *_OPTIMISED,
         *(f"-{flag}" for flag in flags["ldflags"]),
         *(f"-L{folder}" for folder in flags["libraries_dirs"]),
         *(f"-l{library}" for library in flags["libraries"]),
         *(flag for words in flags["passthrough_args"] for flag in words.split()),
-        "-o",
-        str(source.with_suffix(".so")),
     ]
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -230,6 +231,9 @@ def compiling(identity: GraphsIdentity, scratch: Path, dtype: str) -> Iterator[N
 def write_packages(job: str, progress: object) -> str:  # noqa: ARG001  jobs are called with both
     """Write packages in this process, ahead of its caller, or for one that must not crash with them."""
     method, cells, device, folder, dtype = json.loads(job)
+    if sys.platform != "win32":
+        # The trace beside it is what a build waits for.
+        os.nice(5)
     _write_packages(planned_graphs(method, device, tuple(cells)), Path(folder), dtype)
     return ""
 

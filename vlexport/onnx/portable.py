@@ -34,7 +34,7 @@ from vlexport.errors import UNEXPECTED, UnsupportedError
 from vlexport.onnx.to_onnx import OPSET, Shapes, Translations, to_onnx
 from vlexport.positions.mrope import resumes_by_width
 from vlexport.positions.plan import BlockRows, plan_columns, write_positions
-from vlexport.pruning.compile import onnx_program
+from vlexport.pruning.compile import selection_part
 from vlexport.pruning.methods import find_method
 from vlexport.pruning.pixels import Chooser
 from vlexport.pruning.selectors import Selector
@@ -314,13 +314,22 @@ def prune_graph(
         "advance": "Max (rows, columns)" if written else "Identity (columns)",
     }
     model = parser.parse_model(PRUNE_TEXT.format(**values))
-    traced = _bare(onnx_program(selector, dtype="float32").model_proto)
+    traced = _bare(ir.to_proto(selection_model(selector, "float32")))
     _rename(traced.graph, "selection_")
     branch = next(node for node in model.graph.node if node.op_type == "If").attribute[1].g
     branch.node.extend(traced.graph.node)
     branch.initializer.extend(traced.graph.initializer)
     onnx.checker.check_model(model)
     return model
+
+
+def selection_model(selector: Selector, dtype: str) -> ir.Model:
+    """Translate the selection, `embeds` and `share` to `rows` and `kept`."""
+    part = selection_part(selector.portable(), dtype)
+    program = torch.export.export(part.program.eval(), part.example, dynamic_shapes=part.sizes, strict=False)
+    frames, tokens, width, kept = map(Symbol, ("frames", "tokens", "width", "kept"))
+    taken: Shapes = {"embeds": (frames, tokens, width), "share": (kept,)}
+    return to_onnx(program, taken, {"rows": (kept, width), "kept": (kept,)})
 
 
 def _rename(graph: onnx.GraphProto, prefix: str) -> None:

@@ -7,6 +7,8 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
@@ -14,6 +16,7 @@ import torch
 from onnxscript.rewriter import MatchResult
 from onnxscript.rewriter.rules.common import slice_split_rule
 from onnxscript.values import Op
+from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 from vlexport.onnx import attention
 from vlexport.specs import Dim, Multiple, Symbol
@@ -38,6 +41,7 @@ Translation = Callable[..., Any]
 Translations = Mapping[Callable[..., Any], Translation]
 # Names of inputs or outputs in order, with their sizes.
 Shapes = Mapping[str, Sequence[Dim]]
+_table = cache(ONNXRegistry.from_torchlib)
 
 
 def graph_model(graph: Graph, opset: int = OPSET, *, dense: Translation | None = None) -> ir.Model:
@@ -72,7 +76,7 @@ def to_onnx(
     try:
         for logger in noisy:
             logger.setLevel(logging.ERROR)
-        with warnings.catch_warnings(), slices_found_by_type():
+        with warnings.catch_warnings(), quick_exporter():
             warnings.simplefilter("ignore", FutureWarning)
             translated = torch.onnx.export(
                 program, (), dynamo=True, opset_version=opset, verbose=False, custom_translation_table=table
@@ -92,8 +96,12 @@ def to_onnx(
 
 
 @contextmanager
-def slices_found_by_type() -> Iterator[None]:
-    """Try a rule of the optimiser on slices alone: elsewhere it lists the whole graph in vain (8 s of 25)."""
+def quick_exporter() -> Iterator[None]:
+    """Leave out what torch's exporter does in vain.
+
+    A rule of the optimiser lists the whole graph where there is no slice (8 s of 25), and the table of all
+    operators is made anew for each graph (1 s).
+    """
     rule: Any = slice_split_rule
     tried = rule.match
 
@@ -103,11 +111,19 @@ def slices_found_by_type() -> Iterator[None]:
         result: MatchResult = tried(model, graph, node, **options)
         return result
 
-    rule.match = match
+    made = vars(ONNXRegistry)["from_torchlib"]
+    rule.match, ONNXRegistry.from_torchlib = match, staticmethod(_operators)  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
-        rule.match = tried
+        rule.match, ONNXRegistry.from_torchlib = tried, made  # type: ignore[method-assign]
+
+
+def _operators(opset_version: int) -> ONNXRegistry:
+    """Return a table to which translations are added."""
+    table = copy(_table(opset_version))
+    table.functions = {name: list(functions) for name, functions in table.functions.items()}
+    return table
 
 
 def _drop_traces(model: ir.Model) -> None:

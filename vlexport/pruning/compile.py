@@ -8,11 +8,6 @@ that the host chooses per call. It is made for one dtype.
 
 from __future__ import annotations
 
-import logging
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 from torch.export import Dim
@@ -25,33 +20,10 @@ from vlexport.pruning.selectors import MAX_WIDTH, BestRows, Selector
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# Standard operators of this opset are what every runtime accepts.
-OPSET = 18
 
 # No two sizes alike: equal ones may be taken for one and the same size.
 EXAMPLE_TND, EXAMPLE_K = (6, 40, 96), 70
 EXAMPLE_THWCB = (6, 5, 7, 3, 48)
-
-ONNX_INPUTS = ("embeds", "share")
-ONNX_OUTPUTS = ("rows", "kept")
-
-
-def onnx_program(selector: Selector, *, dtype: str) -> torch.onnx.ONNXProgram:
-    """Translate the selection, `embeds` and `share` to `rows` and `kept`, into standard operators."""
-    part = selection_part(selector.portable(), dtype)
-    program = torch.export.export(part.program.eval(), part.example, dynamic_shapes=part.sizes, strict=False)
-    with _quiet_torch():
-        translated = torch.onnx.export(
-            program,
-            (),
-            dynamo=True,
-            verbose=False,
-            opset_version=OPSET,
-            input_names=list(ONNX_INPUTS),
-            output_names=list(ONNX_OUTPUTS),
-        )
-    assert translated is not None
-    return translated
 
 
 def precision_of(selector: Selector) -> Settings:
@@ -84,18 +56,3 @@ def _example(dtype: str) -> tuple[Tensor, Tensor]:
     embeds_TND = torch.randn(EXAMPLE_TND, generator=generator).to(DTYPES[dtype])
     share_K = torch.full((EXAMPLE_K,), EXAMPLE_K / (EXAMPLE_TND[0] * EXAMPLE_TND[1]))
     return embeds_TND, share_K
-
-
-@contextmanager
-def _quiet_torch() -> Iterator[None]:
-    # The exporter warns about torchvision's absence at every call; nothing here uses torchvision.
-    noisy = logging.getLogger("torch.onnx._internal.exporter._registration")
-    level = noisy.level
-    noisy.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            # torch's own use of its tree library.
-            warnings.simplefilter("ignore", FutureWarning)
-            yield
-    finally:
-        noisy.setLevel(level)
