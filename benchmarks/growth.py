@@ -28,7 +28,7 @@ from vlexport.target import processor_here
 BEGIN, END = "<!-- growth, written by `python -m benchmarks.growth` -->", "<!-- end of growth -->"
 CONTENDERS = (
     "onnxruntime float32", "onnxruntime int8", "openvino float32", "openvino bfloat16", "openvino int8",
-    "inductor float32", "inductor bfloat16", "eager float32",
+    "inductor float32", "inductor bfloat16", "inductor int8", "eager float32",
 )  # fmt: skip
 # Rows and columns in patches; the largest is one picture of 2576x1904.
 GRIDS = {1024: (32, 32), 3700: (50, 74), 10764: (78, 138), 25024: (136, 184)}

@@ -85,6 +85,7 @@ PEERS = (
     ours("openvino", "int8"),
     ours("openvino", "bfloat16"),
     ours("inductor", "bfloat16"),
+    ours("inductor", "int8"),
 )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import sys
+import weakref
 from collections import Counter
 from pathlib import Path
 
@@ -77,6 +79,19 @@ def test_a_fusion_applies_everywhere_and_changes_no_result(model, inputs, name):
     before = run(model, inputs)
     assert fusions.fuse(model, name) == EXPECTED[name]
     torch.testing.assert_close(run(model, inputs), before, atol=ROUNDING, rtol=0)
+
+
+def test_no_rule_keeps_a_model_with_its_weights() -> None:
+    """What each rule was tried on last stayed for the whole check of a bundle: 2.5 GB of a released tower."""
+    layer = torch.nn.Linear(4, 4).eval()
+    weight = weakref.ref(layer.weight)
+    program = torch.export.export(layer, (torch.ones(3, 4),))
+    translated_layer = to_onnx.to_onnx(program, {"x": ()}, {"out": ()})
+    for name in fusions.FUSIONS:
+        assert not fusions.fuse(translated_layer, name)
+    del layer, program, translated_layer
+    gc.collect()
+    assert weight() is None
 
 
 TURNED = """

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Final
 
 import onnx_ir as ir
-from onnxscript.rewriter import MatchResult, RewriteRule, RewriteRuleClassBase, RewriteRuleSet
+from onnxscript.rewriter import MatchResult, RewriteRuleClassBase, RewriteRuleSet
 
 from vlexport.onnx import attention
 from vlexport.onnx.passes import constant_of
@@ -137,18 +137,19 @@ def _scalar(value: ir.Value) -> float | None:
     return float(constant.numpy().item()) if constant is not None and constant.size == 1 else None
 
 
-FUSIONS: Final[Mapping[str, RewriteRule]] = {
-    "norm": _RootMeanSquareNorm.rule(),
-    "gated_unit": _GatedUnit.rule(),
-    "rotary": _RotaryHalves.rule(),
-    "rotary_whole": _RotaryWhole.rule(),
-    "rotary_turned": _RotaryHalfTurned.rule(),
+FUSIONS: Final[Mapping[str, type[RewriteRuleClassBase]]] = {
+    "norm": _RootMeanSquareNorm,
+    "gated_unit": _GatedUnit,
+    "rotary": _RotaryHalves,
+    "rotary_whole": _RotaryWhole,
+    "rotary_turned": _RotaryHalfTurned,
 }
 
 
 def fuse(model: ir.Model, name: str) -> int:
     """Apply one rewrite everywhere; return how many places it changed."""
-    count: int = RewriteRuleSet([FUSIONS[name]]).apply_to_model(model)
+    # A rule keeps the model that it was tried on.
+    count: int = RewriteRuleSet([FUSIONS[name].rule()]).apply_to_model(model)
     if count:
         model.opset_imports.setdefault(attention.CONTRIB, 1)
     return count
