@@ -9,6 +9,7 @@ import tempfile
 import zipfile
 from dataclasses import replace
 
+import onnx_ir as ir
 import pytest
 import torch
 
@@ -16,7 +17,7 @@ import vlexport
 from tests.bundle.test_store import left_by
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport import specs, system
-from vlexport._build.export import example_inputs
+from vlexport._build.export import example_inputs, trace, with_weights, without_weights
 from vlexport._build.plan import forecast
 from vlexport.backends import find_backend, runs_here
 from vlexport.bundle import Bundle, Precision, Trust, Verdict
@@ -24,6 +25,7 @@ from vlexport.bundle.trust import Verdicts
 from vlexport.bundle.user_folders import DIGEST_BYTES, CacheFile, user_cache
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import ParityError, ResourceError, UnsupportedError
+from vlexport.onnx.to_onnx import graph_model
 from vlexport.parity.report import ParityReport, Row, exact_row
 from vlexport.reports.card import CARD
 from vlexport.runtime.opening import open_engine
@@ -193,6 +195,16 @@ def kept_graph(spec):
     assert list(spec.output_dir.glob(".staging-*")) == []
     (graph,) = (user_cache() / "exports").iterdir()
     return graph
+
+
+@pytest.mark.seconds
+def test_a_stored_graph_is_translated_as_a_new_one(checkpoint, tmp_path):
+    """torch loads ranges of products as if of sizes, and then translates nothing."""
+    spec = building.request(checkpoint, backend="onnxruntime", output_dir=tmp_path)
+    graph = trace(spec)
+    again = with_weights(spec, without_weights(graph))
+    ours, expected = (ir.to_proto(graph_model(each)).SerializeToString() for each in (again, graph))
+    assert ours == expected
 
 
 @pytest.mark.slow

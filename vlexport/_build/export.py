@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._export.utils import _get_shape_env_from_gm
 from torch.utils._pytree import tree_unflatten
 
 from vlexport._build.graph import Graph, TowerSpec
@@ -124,6 +125,11 @@ def with_weights(spec: TowerSpec, content: bytes) -> Graph:
 
     stored = {_NAMES: ""}
     program = torch.export.load(io.BytesIO(content), extra_files=stored)
+    # WORKAROUND(torch 2.13): it loads ranges of products, `4*s0`, as if of sizes, and decomposes nothing so.
+    sizes = _get_shape_env_from_gm(program.graph_module)
+    assert sizes is not None, "the number of patches is free"
+    for product in [size for size in sizes.var_to_range if not size.is_Symbol]:
+        del sizes.var_to_range[product]
     weights = spec.tower().state_dict(keep_vars=True)
     program.state_dict.update({name: weights[name] for name in program.state_dict})
     named = decode(_Names, json.loads(stored[_NAMES]))
