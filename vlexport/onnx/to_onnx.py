@@ -38,7 +38,16 @@ NOISY = (
 )
 # The key of a node's modules, which viewers group by.
 MODULES = "namespace"
-SMALL = f'<ir_version: 10, opset_import: ["": {OPSET}]> small (float[1] x) => (float[1] y) {{ y = Neg (x) }}'
+# Rules of several nodes look for each of them before they forget an earlier one.
+SMALL = f"""
+<ir_version: 10, opset_import: ["": {OPSET}]>
+small (float[1, 4] x) => (float[1, 2] y)
+<int64[1] zero = {{0}}, int64[1] two = {{2}}, int64[1] four = {{4}}, int64[1] last = {{1}}> {{
+    first = Slice (x, zero, two, last)
+    second = Slice (x, two, four, last)
+    y = Mul (first, second)
+}}
+"""
 Translation = Callable[..., Any]
 Translations = Mapping[Callable[..., Any], Translation]
 # Names of inputs or outputs in order, with their sizes.
