@@ -74,7 +74,7 @@ class OnnxRuntime(Backend):
             note="weights and inputs of the blocks' products in 8 bits",
             costs=Costs(
                 base=260, opening=2.5, weights=1.7, values=1.0, disk=2.3,
-                build_base=627, build_weights=3.32, check_values=1.72,
+                build_base=700, build_weights=2.14, check_values=1.72,
             ),
         ),
         Capability(dtype="float16", note="with `--device cuda`, which has not run so far"),

@@ -71,7 +71,7 @@ class OpenVino(Backend):
             dtype="float32",
             costs=Costs(
                 base=300, opening=1.5, weights=1.46, values=1.35, disk=2.6,
-                build_base=700, build_weights=2.9, check_values=1.61,
+                build_base=700, build_weights=2.14, check_values=1.61,
             ),
         ),
         Capability(
@@ -85,8 +85,8 @@ class OpenVino(Backend):
             note="weights and inputs of the blocks' products in 8 bits; with AVX512-BF16 attention and what "
             "follows the blocks in bfloat16",
             costs=Costs(
-                base=300, opening=2.2, weights=1.6, values=2.4, disk=2.6,
-                build_base=830, build_weights=3.3, check_values=0.68,
+                base=300, opening=2.2, weights=1.6, values=3.4, disk=2.6,
+                build_base=830, build_weights=2.4, check_values=0.68,
             ),
         ),
     )  # fmt: skip
