@@ -196,16 +196,17 @@ def begun_package(program: ExportedProgram, path: Path, settings: Settings) -> I
 
     def begin(output: Path, *words: str) -> subprocess.Popen[bytes]:
         command = [cxx, *words, *flags, "-o", str(output)]
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        started = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        process = stack.enter_context(started)
+        stack.callback(process.kill)
+        return process
 
     with _light_header(place), (place / "output").open("w") as log, ExitStack() as stack:
         compilers = []
         for name, (text, optimised) in parts.items():
             if text:
                 (file := folder / f"{name}.cpp").write_text(text, encoding="utf-8")
-                begun = begin(file.with_suffix(".o"), "-c", str(file), *optimised)
-                compilers.append(stack.enter_context(begun))
-                stack.callback(begun.kill)
+                compilers.append(begin(file.with_suffix(".o"), "-c", str(file), *optimised))
 
         def finish() -> None:
             failed = any(each.wait() for each in compilers)
