@@ -156,6 +156,18 @@ def _more_files() -> str:
     return f", or raise the limit: `ulimit -n {limit}`" if 0 <= soft < limit else ""
 
 
+def raise_interruption(error: Exception) -> None:
+    """Raise what interrupted the program, where an error follows from it: torch's contexts break on the way.
+
+    Else a finding of a check would be kept that is none.
+    """
+    link: BaseException | None = error
+    while link is not None:
+        if not isinstance(link, (Exception, GeneratorExit)):
+            raise link
+        link = link.__cause__ or link.__context__
+
+
 def shortage(
     error: BaseException, place: Path | None = None, scratch: Path | None = None, need: int = 0
 ) -> VlexportError | None:

@@ -16,12 +16,14 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.fire import Fire, Stove, stove
 from tests.thirty import cases
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport.bundle import Bundle
 from vlexport.cli import interrupts
+from vlexport.parity.inputs_exact import guarded
 
 SCRIPT = Path(sys.executable).with_name("vlexport")
 MEBI = 2**20
@@ -413,6 +415,7 @@ def ended(program: str, number: int, *words: object) -> tuple[int, str]:
 STUCK = """
 import {imports}, sys, threading, time
 from vlexport.cli import interrupts
+from vlexport.parity.inputs_exact import guarded
 interrupts.GRACE_SECONDS = 0.5
 try:
     with interrupts.stoppable():
@@ -443,6 +446,7 @@ import sys, threading, time
 from pathlib import Path
 from vlexport.bundle import store
 from vlexport.cli import interrupts
+from vlexport.parity.inputs_exact import guarded
 interrupts.GRACE_SECONDS = 0.5
 with interrupts.stoppable(), store.working_folder(Path(sys.argv[1]), "entry") as folder:
     (folder / "payload").write_bytes(b"half")
@@ -487,10 +491,44 @@ def test_a_terminal_that_closes_unwinds_the_work_and_hides_nothing():
     assert (ran.returncode, ran.stdout) == (129, "unwound\n")
 
 
+@pytest.mark.parametrize("last", ["advance('store', 0.0); print('stored')", "return 3"])
+def test_a_signal_that_a_library_loses_ends_the_command_all_the_same(last):
+    code = (
+        "import signal, vlexport.cli as cli\n"
+        "from vlexport.cli.progress import phases\n"
+        "def work(*_, **__):\n"
+        "    with phases('build') as advance:\n"
+        "        try:\n"
+        "            signal.raise_signal(signal.SIGTERM)\n"
+        "        except BaseException:\n"
+        "            pass\n"
+        f"        {last}\n"
+        "cli.app = work\n"
+        "cli.main(['list'])"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout) == (143, "")
+
+
+def interrupted_in_a_mode() -> dict[str, str]:
+    with torch.device("meta"):
+        # As where a signal comes while torch has taken its mode off for an operator.
+        torch.overrides._pop_mode()
+        raise KeyboardInterrupt
+
+
+def test_a_check_that_an_interruption_broke_has_found_nothing():
+    with pytest.raises(RuntimeError, match="empty mode stack"):
+        interrupted_in_a_mode()
+    with pytest.raises(KeyboardInterrupt):
+        guarded("weights", interrupted_in_a_mode)
+
+
 INTERRUPTED_TWICE = """
 import signal, sys
 from pathlib import Path
 from vlexport.cli import interrupts
+from vlexport.parity.inputs_exact import guarded
 try:
     with interrupts.stoppable():
         try:

@@ -15,7 +15,7 @@ from vlexport import system
 from vlexport.cli import bench, build, bundles, check, hub, machine, new
 from vlexport.cli.compare import compare
 from vlexport.cli.encode import encode
-from vlexport.cli.interrupts import STOPPED_CODES, Stopped, end_at_once, stoppable
+from vlexport.cli.interrupts import STOPPED_CODES, Stopped, end_at_once, raise_again, stoppable
 from vlexport.cli.options import Commands
 from vlexport.cli.output import (
     EVENTS,
@@ -122,19 +122,21 @@ def run(arguments: list[str]) -> int:
     """Run a command and return its exit code; print errors as messages."""
     words, verbosity = _verbosity(arguments)
     try:
-        with stoppable() as received, logs_printed(verbosity):
+        with stoppable(), logs_printed(verbosity):
             try:
                 words, is_for_programs = _events(words)
                 token = EVENTS.set(is_for_programs)
                 try:
-                    return int(app(words, prog_name="vlexport", standalone_mode=False) or 0)
+                    code = int(app(words, prog_name="vlexport", standalone_mode=False) or 0)
                 finally:
                     EVENTS.reset(token)
-            # The last stop before the shell: whatever was raised becomes a message and an exit code.
-            except Exception as error:
+                # A check that a signal broke has failed.
+                if code:
+                    raise_again()
+                return code
+            except Exception as error:  # noqa: BLE001  whatever was raised becomes a message and an exit code
                 # Libraries turn a signal into errors of their own.
-                if received.stop is not None:
-                    raise received.stop from error
+                raise_again()
                 return _report(error, words, debug=verbosity > 1)
     except Stopped as stop:
         # The terminal may be gone.

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -68,15 +69,24 @@ class Received:
         raise self.stop
 
 
+RECEIVED: ContextVar[Received | None] = ContextVar("received", default=None)
+
+
+def raise_again() -> None:
+    """Raise `Stopped` where a signal was received and the program goes on: a library has lost it."""
+    if (received := RECEIVED.get()) is not None and received.stop is not None:
+        raise received.stop
+
+
 @contextmanager
-def stoppable() -> Iterator[Received]:
+def stoppable() -> Iterator[None]:
     """Raise `Stopped` in the block on the first of the signals; end the process after `GRACE_SECONDS`.
 
     Signals that are ignored already, as in a shell's background jobs, stay ignored.
     """
     received = Received()
     if threading.current_thread() is not threading.main_thread():
-        yield received
+        yield
         return
     heeded = [number for number in _WORDS if signal.getsignal(number) is not signal.SIG_IGN]
     reading, writing = os.pipe()
@@ -84,16 +94,18 @@ def stoppable() -> Iterator[Received]:
     done = threading.Event()
     watchdog = threading.Thread(target=_watch, args=(reading, done), daemon=True)
     watchdog.start()
+    token = RECEIVED.set(received)
     handlers = {number: signal.signal(number, received.take) for number in heeded}
     # Written by the system's own handler, so it arrives even while a library keeps Python waiting.
     wakeup = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     try:
-        yield received
+        yield
     finally:
         done.set()
         signal.set_wakeup_fd(wakeup)
         for number, handler in handlers.items():
             signal.signal(number, handler)
+        RECEIVED.reset(token)
         os.close(writing)
         watchdog.join()
 

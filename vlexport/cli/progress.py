@@ -15,6 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Column, Table
 
+from vlexport.cli.interrupts import raise_again
 from vlexport.cli.output import EVENTS, UNDER_BAR, console_of, is_quiet, print_error, print_line
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class Overall:
 
     def advance(self, phase: str, share: float) -> None:
         """Take the report of a phase; `round 3 of 11` is a part of `round`, and what follows a comma none."""
+        raise_again()
         name = re.sub(r" \d+( of \d+)?(, .*)?$", "", phase)
         if name != self.phase:
             self._leave()

@@ -67,7 +67,7 @@ from vlexport.parity.tables import Faults
 from vlexport.recipe import Limit, Recipe
 from vlexport.runtime.outputs import digest_of
 from vlexport.specs import MediaItem, ShapeProfile, TensorSpec
-from vlexport.system import give_back
+from vlexport.system import give_back, raise_interruption
 from vlexport.vision.tower import StagedTower
 
 logger = logging.getLogger(__name__)
@@ -229,6 +229,7 @@ def diagnosed(
     try:
         curve = curve_of(subject, engine.spec.profile, engine.inputs)
     except (VlexportError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise_interruption(error)
         logger.warning("the stages could not be compared one by one: %s", error)
         return report
     return replace(report, layers=curve)
@@ -466,6 +467,7 @@ def _run(engine: Engine, inputs: Mapping[str, Tensor]) -> tuple[dict[str, Tensor
     except ResourceError:
         raise
     except (VlexportError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise_interruption(error)
         return {}, f"{type(error).__name__}: {error}"[:200]
 
 

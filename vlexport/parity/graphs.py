@@ -34,6 +34,7 @@ from vlexport.pruning.cells import RULES, CellChoice
 from vlexport.pruning.pixels import kept_cells
 from vlexport.pruning.selectors import Selector, eager, prune_by
 from vlexport.recipe import C, Recipe
+from vlexport.system import raise_interruption
 from vlexport.vision.attention.packing import Packing
 from vlexport.vision.grid_tower import GridPacking
 
@@ -174,6 +175,7 @@ def _first(faults: Iterator[str]) -> list[str]:
     try:
         return list(islice(filter(None, faults), 1))
     except (VlexportError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise_interruption(error)
         return [f"{type(error).__name__}: {error}"]
 
 

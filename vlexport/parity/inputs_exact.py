@@ -38,6 +38,7 @@ from vlexport.parity.report import Row, count_row, exact_row
 from vlexport.parity.samples import Sample, SampleRules, blank, patch_symbol, prepared
 from vlexport.parity.tables import Call, Faults, check_tables
 from vlexport.specs import MediaItem
+from vlexport.system import raise_interruption
 
 # Calls of random items besides those that are compared; one takes about 3 ms.
 RANDOM_CALLS = 12
@@ -121,6 +122,7 @@ def guarded(check: str, find: Callable[[], Faults]) -> Faults:
     try:
         return find()
     except (VlexportError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise_interruption(error)
         where = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{Path(where.filename).name}, {where.name}"
         return {check: f"{check} broke in {place}: {error} ({type(error).__name__})"}
