@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import mmap
 import subprocess
 import sys
+import weakref
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -24,12 +27,14 @@ from tests.backends.towers import (
 )
 from tests.golden_towers import write_recorded_tower
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
+from vlexport._build import aoti
 from vlexport._build.export import export
-from vlexport.backends import Options, find_backend, inductor
+from vlexport.backends import EngineSpec, Folder, Options, _torch, find_backend, inductor
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import UnsupportedError
 from vlexport.parity.samples import random_items
 from vlexport.recipe import recipe_for
+from vlexport.specs import ShapeProfile
 from vlexport.target import Misfit, fit
 
 # parity.md 5, float32; measured here 3.0e-6 and 5e-6 over the mixes below.
@@ -120,6 +125,43 @@ def test_weights_lie_beside_the_package_and_not_in_it(built: BuiltTower) -> None
     assert weight.numpy().tobytes()[:256] not in code
 
 
+class Rows(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.product = torch.nn.Linear(64, 64)
+
+    def forward(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"rows": self.product(inputs["x"])}
+
+
+def test_what_is_built_and_closed_leaves_no_weights(tmp_path: Path) -> None:
+    module, inputs = Rows(), {"x": torch.ones(1, 64)}
+    expected, kept = module(inputs)["rows"].detach(), weakref.ref(module.product.weight)
+    program = torch.export.export(module, (inputs,), strict=False)
+    aoti.write_package(program, tmp_path / "program.pt2", {"aot_inductor.package_constants_in_so": False})
+    _torch.write_weights(tmp_path / "program.safetensors", program.state_dict)
+    del module, program
+    gc.collect()
+    assert kept() is None
+
+    mapped = list[weakref.ref[mmap.mmap]]()
+
+    class Watched(Folder):
+        def map(self, name: str) -> memoryview:
+            view = super().map(name)
+            assert isinstance(view.obj, mmap.mmap)
+            mapped.append(weakref.ref(view.obj))
+            return view
+
+    spec = EngineSpec(inputs=(), outputs=(), profile=ShapeProfile("any", {}))
+    runner = inductor.BACKEND.open(Watched(tmp_path), spec, Options())
+    torch.testing.assert_close(runner.run(inputs)["rows"], expected)
+    assert mapped[0]() is not None
+    del runner
+    gc.collect()
+    assert mapped[0]() is None
+
+
 def test_a_package_wants_the_torch_and_the_processor_it_was_built_for() -> None:
     here = find_backend("inductor").target()
     found = fit(here, replace(here, instruction_set="avx2"))
@@ -159,7 +201,7 @@ class Package:
 def test_weights_at_zero_are_one_buffer_however_many_blocks_are_looked_at(monkeypatch):
     package = Package()
     monkeypatch.setattr(inductor, "_package", lambda _: package)
-    payloads: Any = SimpleNamespace(read=lambda _: save(WEIGHTS))
+    payloads: Any = SimpleNamespace(map=lambda _: memoryview(save(WEIGHTS)), read=lambda _: b"")
     inside = inductor.BACKEND.inside(payloads)
     assert inside.partly is not None
     for index in range(len(WEIGHTS)):

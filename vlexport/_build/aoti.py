@@ -132,6 +132,7 @@ def write_package(program: ExportedProgram, path: Path, settings: Settings) -> N
     """
     from torch._inductor import aoti_compile_and_package
     from torch._inductor.exc import CppCompileError, InductorError
+    from torch.fx.experimental import proxy_tensor
 
     chosen: Settings = {"aot_inductor.precompile_headers": False, "cpp.dynamic_threads": True, **settings}
     named = _named_level()
@@ -156,6 +157,9 @@ def write_package(program: ExportedProgram, path: Path, settings: Settings) -> N
             # A signal that arrived while torch traced.
             raise cause from error
         raise _uncompiled(path, str(cause)) from error
+    finally:
+        # WORKAROUND(torch 2.13): nodes of the last trace, whose module has the weights, stay in a table.
+        getattr(proxy_tensor, "_FAKE_TENSOR_ID_TO_PROXY_MAP_FOR_EXPORT", {}).clear()
 
 
 def _uncompiled(path: Path, output: str) -> ResourceError | UnsupportedError:

@@ -72,12 +72,12 @@ def write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
     save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path)
 
 
-def read_weights(content: bytes) -> dict[str, Tensor]:
+def read_weights(content: memoryview) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file as views of these bytes; nothing is copied."""
     import torch
 
     start = 8 + int.from_bytes(content[:8], "little")
-    header = json.loads(content[8:start])
+    header = json.loads(bytes(content[8:start]))
     with warnings.catch_warnings():
         # Bytes cannot be written, and nobody writes weights.
         warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)

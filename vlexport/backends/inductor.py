@@ -5,6 +5,7 @@ Attention stays the eager operator: torch's own kernel, called once per run of e
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -20,6 +21,7 @@ from vlexport.backends._inspection import Inside
 from vlexport.backends.base import Backend, Capability, EngineSpec, Options, Payloads, Progress, Runner
 from vlexport.errors import UnsupportedError
 from vlexport.specs import Precision, Quantisation, is_quantizable
+from vlexport.system import release
 from vlexport.target import Target
 
 if TYPE_CHECKING:
@@ -101,12 +103,12 @@ class Inductor(Backend):
         _torch.write_weights(out / WEIGHTS, {**program.state_dict, **constants})
 
     def open(self, payloads: Payloads, spec: EngineSpec, options: Options) -> Runner:
-        content, stored = payloads.read(PACKAGE), payloads.read(WEIGHTS)
+        content, stored = payloads.read(PACKAGE), payloads.map(WEIGHTS)
         with refused_by(f"torch {version('torch')}"):
             package = _package(content)
             weights = _torch.read_weights(stored)
             constants = {name: weights[name] for name in package.get_constant_fqns()}
-            package.load_constants(constants, check_full_update=True, user_managed=True)
+            _use(package, constants)
 
         def call(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             results: dict[str, Tensor] = package(
@@ -118,7 +120,8 @@ class Inductor(Backend):
         return _torch.TorchRunner(call, options.threads, kept=constants)
 
     def inside(self, payloads: Payloads) -> Inside:
-        weights = _torch.read_weights(payloads.read(WEIGHTS))
+        stored = payloads.map(WEIGHTS)
+        weights = _torch.read_weights(stored)
         opened = functools.cache(lambda: _package(payloads.read(PACKAGE)))
 
         @functools.cache
@@ -128,7 +131,7 @@ class Inductor(Backend):
             return torch.zeros(max(weight.nbytes for weight in weights.values()), dtype=torch.uint8)
 
         def partly(inputs: Mapping[str, Tensor], off: Callable[[str], bool]) -> Mapping[str, Tensor]:
-            """Run the package with some weights at zero: one buffer, as it keeps all that it is given."""
+            """Run the package with some weights at zero, all in one buffer."""
             import torch
 
             package = opened()
@@ -138,11 +141,14 @@ class Inductor(Backend):
                 for name, weight in weights.items()
                 if name in names
             }
-            package.load_constants(constants, check_full_update=True, user_managed=True)
+            _use(package, constants)
             with torch.inference_mode():
-                return {name: rows.clone() for name, rows in package(dict(inputs)).items()}
+                results = {name: rows.clone() for name, rows in package(dict(inputs)).items()}
+            # Each call reads other weights.
+            release(stored)
+            return results
 
-        return Inside(weights=weights, partly=partly)
+        return Inside(weights=weights, release=lambda: release(stored), partly=partly)
 
 
 def _with_vnni(target: Target) -> Target:
@@ -170,6 +176,20 @@ def _package(content: bytes) -> Any:
     import vlexport.vision.attention.kernels  # noqa: F401  defines the attention operator that packages call
 
     return load_package(content, PACKAGE)
+
+
+def _use(package: Any, constants: Mapping[str, Tensor]) -> None:
+    """Let the package read constants in place, which the caller keeps.
+
+    torch never lets go of the tensors that it is given for this, so these own no memory.
+    """
+    import torch
+
+    borrowed = {}
+    for name, tensor in constants.items():
+        memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+        borrowed[name] = torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
+    package.load_constants(borrowed, check_full_update=True, user_managed=True)
 
 
 BACKEND = Inductor()
