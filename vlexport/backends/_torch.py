@@ -136,8 +136,8 @@ def save_program(program: ExportedProgram, path: Path) -> None:
         raise sink.failure
 
 
-def load_program(content: bytes, extra_files: dict[str, Any] | None = None) -> ExportedProgram:
-    """Return the program of a .pt2 file, and fill in the texts beside it."""
+def load_program(content: Buffer, extra_files: dict[str, Any] | None = None) -> ExportedProgram:
+    """Return the program of a .pt2 file, and fill in the texts beside it; weights are copied once."""
     import torch
 
     import vlexport.vision.attention.kernels  # noqa: F401  defines the attention operator that programs call
@@ -146,17 +146,17 @@ def load_program(content: bytes, extra_files: dict[str, Any] | None = None) -> E
     with compile_caches(), warnings.catch_warnings():
         # torch 2.11 reads weights in place; nobody writes to them.
         warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
-        return torch.export.load(io.BytesIO(content), extra_files=extra_files)
+        return torch.export.load(io.BufferedReader(_Source(content)), extra_files=extra_files)
 
 
-def _check_pickles(content: bytes) -> None:
+def _check_pickles(content: Buffer) -> None:
     """Refuse pickles of anything but tensors: where torch fails to read one safely, it tries without care.
 
     Names decide in torch whether a constant is a pickle, so those of tensors alone pass.
     """
     import torch
 
-    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+    with zipfile.ZipFile(_Source(content)) as archive:
         infos = archive.infolist()
         names = [info.filename for info in infos]
         # Python reads a name from other places too, torch only the one that is written first.
@@ -175,6 +175,30 @@ def _check_pickles(content: bytes) -> None:
                 for entry in entries.values():
                     if entry["use_pickle"] is not False or not TENSOR_FILE.fullmatch(entry["path_name"]):
                         raise ValueError(f"{name} has a pickle; tensors in their own bytes are expected.")
+
+
+class _Source(io.RawIOBase):
+    """Bytes as a file to read; `io.BytesIO` would copy those that are mapped."""
+
+    def __init__(self, content: Buffer) -> None:
+        super().__init__()
+        self.content, self.at = memoryview(content), 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        self.at = (0, self.at, len(self.content))[whence] + offset
+        return self.at
+
+    def readinto(self, buffer: Any, /) -> int:
+        part = self.content[self.at : self.at + len(buffer)]
+        buffer[: len(part)] = part
+        self.at += len(part)
+        return len(part)
 
 
 class _Sink(io.BytesIO):

@@ -15,6 +15,7 @@ from vlexport.backends import _torch, log_progress
 from vlexport.backends._engine import refused_by
 from vlexport.backends._inspection import Inside
 from vlexport.backends.base import Backend, Capability, EngineSpec, Options, Payloads, Progress, Runner
+from vlexport.system import released
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,7 +57,7 @@ class Eager(Backend):
         _torch.save_program(graph.program, out / PROGRAM)
 
     def open(self, payloads: Payloads, spec: EngineSpec, options: Options) -> Runner:
-        content = payloads.read(PROGRAM)
+        content = payloads.map(PROGRAM)
         with refused_by(f"torch {version('torch')}"):
             program = _program(content)
             return _torch.TorchRunner(program.module(), options.threads, kept=program)
@@ -64,7 +65,7 @@ class Eager(Backend):
     def inside(self, payloads: Payloads) -> Inside:
         import torch
 
-        program = _program(payloads.read(PROGRAM))
+        program = _program(payloads.map(PROGRAM))
         module = functools.cache(program.module)
 
         def sums(
@@ -86,11 +87,12 @@ class Eager(Backend):
         return Inside(weights=program.state_dict, sums=sums)
 
 
-def _program(content: bytes) -> ExportedProgram:
-    key = sha256(content).digest()
-    program = _READ.get(key)
-    if program is None:
-        program = _READ[key] = _torch.load_program(content)
+def _program(content: memoryview) -> ExportedProgram:
+    with released(content):
+        key = sha256(content).digest()
+        program = _READ.get(key)
+        if program is None:
+            program = _READ[key] = _torch.load_program(content)
     return program
 
 
