@@ -34,11 +34,12 @@ class Eager(Backend):
     name = "eager"
     summary = "the exported program, operator by operator in PyTorch"
     form = "grouped"
+    mapped = (PROGRAM,)
     capabilities = (
         Capability(
             dtype="float32",
             costs=Costs(
-                base=336, opening=2.04, weights=1.65, values=0.76, disk=3.0,
+                base=336, opening=1.1, weights=1.03, values=1.9, disk=3.0,
                 build_base=339, build_weights=2.54, check_values=3.74,
             ),
         ),

@@ -42,13 +42,14 @@ class Inductor(Backend):
     summary = "AOTInductor package: fused C++ loops, loadable without a compiler"
     form = "grouped"
     by_item = True
+    mapped = (WEIGHTS,)
     capabilities = (
         Capability(
             dtype="float32",
             note="building needs a C++ compiler, running does not",
             costs=Costs(
-                base=314, opening=0.92, weights=1.04, values=1.12, disk=3.5,
-                build_base=430, build_weights=4.65, check_values=3.17, compile_base=497, compile_weights=4.6,
+                base=330, opening=0.92, weights=1.04, values=1.3, disk=3.5,
+                build_base=224, build_weights=2.17, check_values=3.17, compile_base=750, compile_weights=1.12,
             ),
         ),
         Capability(
