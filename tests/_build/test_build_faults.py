@@ -415,7 +415,6 @@ def ended(program: str, number: int, *words: object) -> tuple[int, str]:
 STUCK = """
 import {imports}, sys, threading, time
 from vlexport.cli import interrupts
-from vlexport.parity.inputs_exact import guarded
 interrupts.GRACE_SECONDS = 0.5
 try:
     with interrupts.stoppable():
@@ -446,7 +445,6 @@ import sys, threading, time
 from pathlib import Path
 from vlexport.bundle import store
 from vlexport.cli import interrupts
-from vlexport.parity.inputs_exact import guarded
 interrupts.GRACE_SECONDS = 0.5
 with interrupts.stoppable(), store.working_folder(Path(sys.argv[1]), "entry") as folder:
     (folder / "payload").write_bytes(b"half")
@@ -528,7 +526,6 @@ INTERRUPTED_TWICE = """
 import signal, sys
 from pathlib import Path
 from vlexport.cli import interrupts
-from vlexport.parity.inputs_exact import guarded
 try:
     with interrupts.stoppable():
         try:
