@@ -7,7 +7,6 @@ import io
 import json
 import pickle
 import shutil
-import warnings
 import zipfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,7 +15,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch._export.serde.schema import SCHEMA_VERSION
 
 from tests.bundle.examples import store
 from tests.repo.tree import library_files, relative
@@ -24,7 +22,7 @@ from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport._build import timings as timings_
 from vlexport._build.aoti import load_function
 from vlexport.backends import EngineSpec, Folder, Options, find_backend
-from vlexport.backends._torch import load_program
+from vlexport.backends._program import CALLS, write_program
 from vlexport.bundle import Bundle
 from vlexport.checkpoint import Adapter, Checkpoint
 from vlexport.errors import BundleError, LimitError, RequestError
@@ -36,9 +34,6 @@ from vlexport.specs import ShapeProfile
 REVIEWED = {
     # Of a graph that an interrupted build left in this user's cache, where nobody else can write.
     ("vlexport/_build/export.py", "torch.export.load"),
-    # Once its pickles were read as tensors and nothing else.
-    ("vlexport/backends/_torch.py", "torch.export.load"),
-    ("vlexport/backends/_torch.py", "torch.load"),
     ("vlexport/backends/torch_tensorrt.py", "torch.export.load"),
 }
 FORBIDDEN = {
@@ -65,24 +60,6 @@ def archive(content: bytes) -> bytes:
             "archive/byteorder",
             "archive/version",
         ):
-            whole.writestr(name, content)
-    return file.getvalue()
-
-
-def exported() -> dict[str, bytes]:
-    """The entries of a program as an eager bundle has it."""
-    program = torch.export.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),))
-    file = io.BytesIO()
-    torch.export.save(program, file)
-    with zipfile.ZipFile(file) as whole:
-        return {name: whole.read(name) for name in whole.namelist()}
-
-
-def written(entries: dict[str, bytes]) -> bytes:
-    """A program as one file."""
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w") as whole:
-        for name, content in entries.items():
             whole.writestr(name, content)
     return file.getvalue()
 
@@ -132,8 +109,8 @@ def test_a_pickle_in_any_file_that_is_read_is_never_run(tmp_path, monkeypatch, s
     def program(backend: str, content: bytes) -> None:
         folder = tmp_path / "program"
         folder.mkdir(exist_ok=True)
-        (folder / "program.pt2").write_bytes(content)
-        (folder / "program.safetensors").write_bytes(content)
+        for name in ("program.pt2", "program.json", "program.safetensors"):
+            (folder / name).write_bytes(content)
         find_backend(backend).open(Folder(folder), spec, Options())
 
     def task(content: bytes) -> None:
@@ -171,65 +148,51 @@ def test_a_pickle_in_any_file_that_is_read_is_never_run(tmp_path, monkeypatch, s
     record_property("pickles, by way in", len(ways) * len(forms))
 
 
-WEIGHTS, CONSTANTS = (f"archive/data/{part}/model_{part}_config.json" for part in ("weights", "constants"))
-
-
-def programs(bomb: bytes) -> dict[str, dict[str, bytes]]:
-    """Programs of which torch runs a pickle, by where it is."""
-    # What follows the end of a pickle is not read; the size has to be one of whole numbers.
-    padded = bomb + bytes(-len(bomb) % 16)
-    weights = json.loads(exported()[WEIGHTS])["config"]
-    (entry, *_) = weights.values()
-
-    def constant(name: str, *, use_pickle: bool) -> dict[str, bytes]:
-        config = {"config": {"x": {**entry, "path_name": name, "use_pickle": use_pickle}}}
-        return {CONSTANTS: json.dumps(config).encode(), f"archive/data/constants/{name}": padded}
-
-    older = dict.fromkeys(("serialized_state_dict.pt", "serialized_example_inputs.pt"), b"{}")
-    older["serialized_exported_program.json"] = exported()["archive/models/model.json"]
-    older["version"] = ".".join(map(str, SCHEMA_VERSION)).encode()
-    forms = {
-        "example inputs": {"archive/data/sample_inputs/model.pt": bomb},
-        "weights": {
-            WEIGHTS: json.dumps({"config": {"x": {**entry, "use_pickle": True}}}).encode(),
-            f"archive/data/weights/{entry['path_name']}": bomb,
-        },
-        "a tensor": constant("tensor_0", use_pickle=True),
-        "an object": constant("opaque_obj_0", use_pickle=True),
-        "an object that is said to be none": constant("opaque_obj_0", use_pickle=False),
-    }
-    return {name: exported() | changed for name, changed in forms.items()} | {
-        f"an older form, {end}": older | {f"serialized_constants.{end}": bomb} for end in ("pt", "json")
-    }
-
-
-def test_a_program_whose_pickle_torch_would_run_is_refused(tmp_path, subtests, record_property):
+def test_a_program_that_calls_anything_but_arithmetic_is_refused(tmp_path, subtests, record_property):
+    """Names of its file are no code either, though torch writes a program of Python with names in it."""
     mark = tmp_path / "mark"
-    spec = EngineSpec(inputs=(), outputs=(), profile=ShapeProfile("any", {}))
-    forms = programs(pickle.dumps(Bomb(mark)))
-    for name, entries in forms.items():
-        with subtests.test(name), warnings.catch_warnings():
-            # A warning of torch would end it before it comes to the pickle.
-            warnings.simplefilter("ignore")
-            (tmp_path / "program.pt2").write_bytes(written(entries))
-            with suppress(Exception):
-                torch.export.load(tmp_path / "program.pt2")
-            assert mark.exists(), "torch runs it"
-            mark.unlink()
+    code = f"other=open({str(mark)!r},'w'),out"
+    rows = torch.export.export(Scaled(), ({"x": torch.ones(2)},), strict=False)
+    write_program(rows, tmp_path)
+    sound = json.loads((tmp_path / CALLS).read_bytes())
+    ((name, _, args, kwargs),) = sound["calls"]
+    calls = {
+        "a file": [name, "aten.save.default", [args[0], str(mark)], {}],
+        "a mapped file": [name, "aten.from_file.default", [str(mark), True, 8], {}],
+        "a call": [name, "operator.call", [*args], {}],
+        "a function of tensors": [name, "operator.matmul", [*args], {}],
+        "another namespace": [name, "prim.Print.default", [*args], {}],
+        "code as a word": [name, "aten.neg.out", [args[0]], {code: args[0]}],
+        "an attribute": [name, "aten.add.__class__", [*args], {}],
+        "a constant": [name, "aten.to.dtype", [args[0], {"torch": "load"}], {}],
+        "an unknown value": [name, "aten.neg.default", [{"code": code}], {}],
+    }
+    forms = {what: sound | {"calls": [call]} for what, call in calls.items()}
+    harmless = {
+        "inputs": {"x": code}, "weights": {f"{code};": "factor"}, "outputs": {"rows": f"{code} "},
+        "calls": [[f"{code} ", "aten.mul.Tensor", [{"node": code}, {"node": f"{code};"}], kwargs]],
+    }  # fmt: skip
+    spec, backend = EngineSpec(inputs=(), outputs=(), profile=ShapeProfile("any", {})), find_backend("eager")
+    for what, changed in forms.items():
+        (tmp_path / CALLS).write_text(json.dumps(changed))
+        with subtests.test(what):
             with pytest.raises(BundleError):
-                find_backend("eager").open(Folder(tmp_path), spec, Options())
+                backend.open(Folder(tmp_path), spec, Options()).run({"x": torch.ones(2)})
             assert not mark.exists()
-    record_property("pickles, by way in", len(forms))
+    (tmp_path / CALLS).write_text(json.dumps(harmless))
+    given = backend.open(Folder(tmp_path), spec, Options()).run({"x": torch.ones(2)})
+    assert given["rows"].tolist() == [2, 2]
+    assert not mark.exists()
+    record_property("programs refused", len(forms))
 
 
-def test_a_program_with_an_entry_of_two_names_is_refused():
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w") as whole:
-        whole.writestr("archive/data/constants/x", b"{}")
-    # A name ends at its first zero for Python.
-    content = file.getvalue().replace(b"archive/data/constants/x", b"archive/data/constants\0x")
-    with pytest.raises(ValueError, match="two names"):
-        load_program(content)
+class Scaled(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = torch.nn.Parameter(torch.full((2,), 2.0))
+
+    def forward(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"rows": inputs["x"] * self.factor}
 
 
 def _calls(path: Path) -> set[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -19,9 +18,9 @@ from benchmarks.gpu.roofline import Tower
 from benchmarks.gpu.sizes import Grid, Sizes
 from benchmarks.towers import random_items
 from vlexport._build.export import cast_floats, export
-from vlexport.backends import EngineSpec, Options
+from vlexport.backends import EngineSpec, Folder, Options
 from vlexport.backends._captured import CapturedCalls
-from vlexport.backends.cudagraphs import BACKEND, PROGRAM, captured_calls, known_sizes, moved, sizes_of
+from vlexport.backends.cudagraphs import BACKEND, captured_calls, known_sizes, sizes_of
 from vlexport.checkpoint import Checkpoint
 from vlexport.recipe import recipe_for
 from vlexport.vision.static_shapes import to_device
@@ -52,15 +51,14 @@ class Towers:
         graph = export(self.recipe, self.checkpoint, dtype=DTYPE, form=BACKEND.form)
         self.sizes = [each for each in sizes_of(graph) if each["tokens"] <= sizes.largest_budget]
         self.spec = EngineSpec(inputs=graph.inputs, outputs=graph.outputs, profile=graph.profile)
-        with tempfile.TemporaryDirectory(dir=work) as folder:
-            BACKEND.build(graph, Options(), Path(folder))
-            self._program = (Path(folder) / PROGRAM).read_bytes()
+        self._program = Path(tempfile.mkdtemp(dir=work))
+        BACKEND.build(graph, Options(), self._program)
         del graph
         self.calls = self.captured()
 
     def captured(self) -> CapturedCalls:
         """Return fresh calls of the exported program, nothing captured yet."""
-        return captured_calls(self._program, self.sizes, self.spec, self.device.name)
+        return captured_calls(Folder(self._program), self.sizes, self.spec, self.device.name)
 
     def roofline(self) -> Tower:
         """Return the sizes that the least time follows from."""
@@ -129,8 +127,12 @@ class Towers:
     def _packaged(self) -> Any:
         """Compile the exported program ahead of time, on this device."""
         from torch._inductor import aoti_compile_and_package, aoti_load_package
+        from torch.export.passes import move_to_device_pass
 
-        program = moved(torch.export.load(io.BytesIO(self._program)), self.device.name)
+        program = export(self.recipe, self.checkpoint, dtype=DTYPE, form=BACKEND.form).program
+        if self.device.name == "cuda":
+            # With a number: compilers compare the device of the program with that of tensors, which has one.
+            program = move_to_device_pass(program, f"cuda:{torch.cuda.current_device()}")
         with tempfile.TemporaryDirectory() as folder:
             return aoti_load_package(aoti_compile_and_package(program, package_path=f"{folder}/tower.pt2"))
 

@@ -23,7 +23,7 @@ from vlexport._build.export import export
 from vlexport._build.graph import Graph
 from vlexport.backends import EngineSpec, Folder, Options, cudagraphs, find_backend, require
 from vlexport.backends._captured import CapturedCalls, as_call
-from vlexport.backends.cudagraphs import PROGRAM, captured_calls, sizes_of
+from vlexport.backends.cudagraphs import captured_calls, sizes_of
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import InputError, MisfitError
 from vlexport.recipe import recipe_for
@@ -44,14 +44,14 @@ def graph(tmp_path_factory) -> Graph:
 
 
 @pytest.fixture(scope="module")
-def program(graph: Graph, tmp_path_factory) -> bytes:
+def program(graph: Graph, tmp_path_factory) -> Folder:
     folder = tmp_path_factory.mktemp("program")
     find_backend("cudagraphs").build(graph, Options(), folder)
-    return Folder(folder).read(PROGRAM)
+    return Folder(folder)
 
 
 @pytest.fixture
-def calls(graph: Graph, program: bytes):
+def calls(graph: Graph, program: Folder):
     """Captured calls for 8, 16, 32 tokens in up to 6 frames, on the CPU."""
     sizes = [graph.recipe.packing(graph.config).capture_sizes(budget, 6) for budget in (32, 8, 16)]
     spec = EngineSpec(inputs=graph.inputs, outputs=graph.outputs, profile=graph.profile)
@@ -82,7 +82,7 @@ def test_a_padded_call_gives_the_rows_of_the_call_itself(graph: Graph, calls) ->
     assert (calls.num_replays, calls.num_as_they_are) == (len(MIXES), 0)
 
 
-def test_rows_stay_on_the_device_that_the_backend_names(graph: Graph, program: bytes) -> None:
+def test_rows_stay_on_the_device_that_the_backend_names(graph: Graph, program: Folder) -> None:
     """Of torch_tensorrt too, whose programs are called the same way; a function stands in for the program."""
     sizes = graph.recipe.packing(graph.config).capture_sizes(32, 6)
     spec = EngineSpec(inputs=graph.inputs, outputs=graph.outputs, profile=graph.profile)

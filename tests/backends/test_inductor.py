@@ -139,7 +139,7 @@ def test_what_is_built_and_closed_leaves_no_weights(tmp_path: Path) -> None:
     expected, kept = module(inputs)["rows"].detach(), weakref.ref(module.product.weight)
     program = torch.export.export(module, (inputs,), strict=False)
     aoti.write_package(program, tmp_path / "program.pt2", {"aot_inductor.package_constants_in_so": False})
-    _torch.write_weights(tmp_path / "program.safetensors", program.state_dict)
+    _torch.write_weights(tmp_path / "program.safetensors", program)
     del module, program
     gc.collect()
     assert kept() is None

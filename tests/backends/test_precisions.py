@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.backends.towers import NATIVE, BuiltTower, build_tower, errors, random_calls
 from tests.golden_towers import write_recorded_tower
@@ -70,9 +71,17 @@ def test_noise_of_others_is_that_of_transformers_too(backend: str, model: int, t
 @pytest.mark.seconds
 def test_positions_are_not_rounded(eager: BuiltTower) -> None:
     """Angles of a far patch differ by whole turns if frequencies or positions are bfloat16."""
-    program = torch.export.load(eager.files / "program.pt2")
-    turned = [node for node in program.graph.nodes if node.target in (torch.ops.aten.cos.default,)]
-    assert [node.meta["val"].dtype for node in turned] == [torch.float32]
+    turned = list[torch.dtype]()
+
+    class Turns(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.cos.default:
+                turned.append(args[0].dtype)
+            return func(*args, **(kwargs or {}))
+
+    with Turns():
+        eager.tokens(random_calls(1, eager.recipe.row_width(eager.recipe.read_config(eager.checkpoint)))[0])
+    assert turned == [torch.float32]
 
 
 def test_others_refuse_it_and_name_who_serves_it() -> None:

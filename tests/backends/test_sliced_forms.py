@@ -15,7 +15,7 @@ from vlexport._build.export import export
 from vlexport.backends import EngineSpec, Folder, Options, find_backend
 from vlexport.backends._tensorrt.backend import RECORD
 from vlexport.backends._tensorrt.messages import Record
-from vlexport.backends.cudagraphs import PROGRAM, captured_calls, sizes_of
+from vlexport.backends.cudagraphs import captured_calls, sizes_of
 from vlexport.backends.tensorrt_rtx import BACKEND as RTX
 from vlexport.checkpoint import Checkpoint
 from vlexport.parity.tables import check_tables
@@ -71,7 +71,7 @@ def test_padded_calls_of_fixed_sizes_give_the_rows_of_the_call(checkpoints, vers
     find_backend("cudagraphs").build(graph, Options(), tmp_path)
     spec = EngineSpec(inputs=graph.inputs, outputs=graph.outputs, profile=graph.profile)
     sizes = [each for each in sizes_of(graph) if each["groups"] <= 64]
-    calls = captured_calls(Folder(tmp_path).read(PROGRAM), sizes, spec, "cpu")
+    calls = captured_calls(Folder(tmp_path), sizes, spec, "cpu")
     queries = graph.config.tower.queries
     assert list(calls.budgets) == sorted({queries * each["groups"] for each in sizes})
     source, reference = random.Random(2), RECIPE.reference(checkpoint)

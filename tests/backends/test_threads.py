@@ -18,7 +18,7 @@ from tests.backends.towers import build_tower, sharp_checkpoint
 from tests.golden_towers import items_of
 from vlexport._build.export import export
 from vlexport.backends import Engine, EngineSpec, Folder, Options, find_backend
-from vlexport.backends.cudagraphs import PROGRAM, _Runner, captured_calls
+from vlexport.backends.cudagraphs import _Runner, captured_calls
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import InputError
 from vlexport.recipe import recipe_for
@@ -44,7 +44,7 @@ def captured_on_cpu(checkpoint: Path, out: Path) -> tuple[Engine, Prepare]:
     sizes = [recipe.packing(graph.config).capture_sizes(budget, 6) for budget in (8, 32, 128)]
     spec = EngineSpec(inputs=graph.inputs, outputs=graph.outputs, profile=graph.profile)
     named = [{str(symbol): size for symbol, size in each.items()} for each in sizes]
-    calls = captured_calls(Folder(out).read(PROGRAM), named, spec, "cpu")
+    calls = captured_calls(Folder(out), named, spec, "cpu")
     return Engine(_Runner(calls), spec), lambda items: recipe.prepare(graph.config, items, "cu_seqlens")
 
 

@@ -112,7 +112,7 @@ def test_a_failed_build_in_plain_words_still_ends_with_its_path(
 def test_a_bundle_that_rotted_on_disk_is_built_again(checkpoint, built, tmp_path):
     place = tmp_path / "engines" / built.name
     shutil.copytree(built, place)
-    payload = place / "program.pt2"
+    payload = place / "program.safetensors"
     data = bytearray(payload.read_bytes())
     data[len(data) // 2] ^= 1
     payload.write_bytes(data)

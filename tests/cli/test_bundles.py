@@ -242,7 +242,7 @@ def test_inspect_describes_a_bundle_without_trusting_it(bundle):
     assert (found["trusted"], found["problem"], found["parity"]) == (False, None, "passed")
     assert found["summary"] == summary(bundle)
     assert found["created"] == "2032-01-01T00:00:00Z"
-    assert found["files"]["program.pt2"] == (bundle / "program.pt2").stat().st_size
+    assert found["files"]["program.json"] == (bundle / "program.json").stat().st_size
     form = f"compiled for {Manifest.parse(file.read_bytes()).graphs.target}"
     assert found["forms"] == {"prune": form, "positions": form}
     file.write_bytes(replace(foreign, graphs=replace(foreign.graphs, target=None, reason="no x")).encoded())
@@ -260,7 +260,7 @@ def test_inspect_names_an_accuracy_table_that_was_altered(bundle):
 
 
 def test_inspect_shows_that_contents_were_not_hashed(bundle):
-    program = bundle / "program.pt2"
+    program = bundle / "program.safetensors"
     data = bytearray(program.read_bytes())
     data[len(data) // 2] ^= 1
     program.write_bytes(data)

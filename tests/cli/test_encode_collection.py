@@ -28,9 +28,10 @@ from safetensors.torch import load_file
 from tests.cli.lines import vlexport
 from tests.media import made_videos
 from vlexport import errors
+from vlexport.backends import _torch
 from vlexport.bundle import Bundle
 from vlexport.media import videos
-from vlexport.runtime import collection, outputs
+from vlexport.runtime import collection
 
 SEED = 21
 
@@ -299,7 +300,7 @@ def test_a_full_disk_costs_one_shard(shelf, monkeypatch):
     photos(Path("photos"), 1, side=420)
     Path("photos/0000.png").rename("photos/0009.png")
     photos(Path("photos"), 1)
-    whole = outputs.write_tensors
+    whole = _torch.write_tensors
 
     def limited(*given):
         # The graphs of a bundle take room of their own when they are opened.

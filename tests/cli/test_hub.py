@@ -242,11 +242,11 @@ def test_a_bundle_goes_through_a_server_and_is_checked_on_its_way(built, tmp_pat
         for each in files:
             assert (tmp_path / "mine" / name / each).read_bytes() == (built / each).read_bytes()
 
-        engine = f"{name}/program.pt2"
+        engine = f"{name}/program.safetensors"
         repository.files[engine] = repository.files[engine][:-1] + b"x"
         code, out, err = run("pull", "org/name", "-o", tmp_path / "changed")
         assert (code, out) == (5, ""), err
-        assert "program.pt2" in err
+        assert "program.safetensors" in err
         repository.token = "another"
         code, out, err = run("push", built, "org/name")
         assert (code, "org/name: cannot be written" in err) == (2, True), err

@@ -182,8 +182,8 @@ VERIFIES = {
         lambda w: w.manifest(recipe={"name": str(w.write("program.py", b"raise SystemExit(77)\n"))}), 4,
         r"program\.py', which is not here"
     ),
-    "altered payload": (lambda w: w.flip("program.pt2"), 5,
-        rf"'program\.pt2' has SHA-256 {DIGEST}; expected {DIGEST}"),
+    "altered payload": (lambda w: w.flip("program.json"), 5,
+        rf"'program\.json' has SHA-256 {DIGEST}; expected {DIGEST}"),
     "untrusted": (lambda w: w.manifest(created="2030-01-01T00:00:00Z", approve=False), 5,
         rf"neither built here nor approved.*found {DIGEST}.*vlexport trust .*{DIGEST}"),
 }  # fmt: skip

@@ -74,7 +74,7 @@ def test_ls_shows_bundles_and_unfinished_builds_with_their_sizes_and_tags(store)
 def test_ls_can_hash_every_file_and_names_the_damaged_bundle(store):
     whole = vlexport("bundles", "ls", "--check", "-o", store)
     assert (whole.code, [line.rpartition("\t")[2] for line in whole.lines[1:3]]) == (0, ["passed", "passed"])
-    file = store / "new" / "program.pt2"
+    file = store / "new" / "program.safetensors"
     data = bytearray(file.read_bytes())
     data[100] ^= 1
     file.write_bytes(data)
@@ -82,7 +82,7 @@ def test_ls_can_hash_every_file_and_names_the_damaged_bundle(store):
     assert (ran.code, ran.document["damaged"]) == (5, 1)
     old, new, *_ = ran.document["entries"]
     assert old["damages"] == []
-    assert "'program.pt2' has SHA-256" in new["damages"][0]
+    assert "'program.safetensors' has SHA-256" in new["damages"][0]
     assert "1 of 2 bundles are damaged: new" in ran.err
 
 

@@ -87,12 +87,9 @@ class Watched:
 def _serve(log: str, requests: Connection) -> None:
     import torch
 
-    from vlexport.backends import eager
     from vlexport.cli import run
 
     torch.set_num_threads(1)
-    # Programs stay in memory: reading the same one takes most of a case.
-    eager._READ = {}  # type: ignore[assignment]
     resource.setrlimit(resource.RLIMIT_AS, (_ADDRESS_SPACE, _ADDRESS_SPACE))
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (1, 2):

@@ -124,7 +124,7 @@ def test_damaged_files_of_checkpoints(world: World, part: int) -> None:
 # Each kind of file of each backend, and how it is damaged.
 PAYLOADS: tuple[tuple[str, str, Damage], ...] = (
     ("onnxruntime", "model.onnx", mutate_onnx),
-    ("eager", "program.pt2", mutate_archive),
+    ("eager", "program.json", mutate_json),
     ("openvino", "model.xml", mutate_xml),
     ("onnxruntime", "tokens.pt2", mutate_archive),
     ("inductor", "program.pt2", mutate_archive),

@@ -1,33 +1,26 @@
-"""Parts of the backends that compute in torch: runner, weights next to a program, programs on disk."""
+"""Parts of the backends that compute in torch: runner, whole blocks of rows, weights next to a program."""
 
 from __future__ import annotations
 
-import io
 import json
 import operator
-import re
+import os
+import stat
 import warnings
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vlexport.backends._engine import FunctionRunner, refused_by
-from vlexport.system import compile_caches
 
 if TYPE_CHECKING:
-    from io import RawIOBase
-
-    from _typeshed import ReadableBuffer as Buffer
     from torch import Tensor
     from torch.export import ExportedProgram
 
-# As torch names the bytes of tensors in an archive; of other constants it reads pickles.
-TENSOR_FILE = re.compile(r"(?:weight|tensor)_\d+")
 # Names of safetensors; towers hold no other types.
-DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-DTYPES |= {"I64": "int64", "I32": "int32", "I8": "int8"}
+DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+DTYPES |= {"I64": "int64", "I32": "int32", "I8": "int8", "U8": "uint8", "BOOL": "bool", "C64": "complex64"}
 
 
 class TorchRunner(FunctionRunner):
@@ -65,11 +58,44 @@ def torch_threads(count: int) -> Iterator[None]:
             torch.set_num_threads(before)
 
 
-def write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write one safetensors file."""
+def write_weights(path: Path, program: ExportedProgram) -> None:
+    """Write the tensors of a program, of which the trace found some outside the state, as one file."""
+    import torch
+
+    kept: dict[str, Tensor] = {}
+    places = set()
+    for name, tensor in {**program.state_dict, **program.constants}.items():
+        if isinstance(tensor, torch.Tensor):
+            kept[name] = tensor.detach().contiguous()
+            # The file has no tensor under two names.
+            if (place := kept[name].data_ptr()) in places:
+                kept[name] = kept[name].clone()
+            places.add(place)
+    write_tensors(kept, path, {})
+
+
+def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file until the disk has it; equal tensors and metadata give equal bytes."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path)
+    # The library's file can only be read by its owner; this one gets the rights of any new file.
+    path.touch()
+    rights = stat.S_IMODE(path.stat().st_mode)
+    try:
+        save_file(dict(tensors), path, dict(metadata) or None)
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+    path.chmod(rights)
+    with path.open("r+b") as file:
+        if metadata:
+            # The library writes them in another order in every process.
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size)) | {"__metadata__": dict(metadata)}
+            file.seek(8)
+            file.write(json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode().ljust(size))
+            file.flush()
+        os.fsync(file.fileno())
 
 
 def read_weights(content: memoryview) -> dict[str, Tensor]:
@@ -123,97 +149,3 @@ def in_whole_blocks(program: ExportedProgram) -> None:
         # It stays the node that outputs are named after.
         product.target, product.args = aten.slice.Tensor, (whole, 0, 0, count)
     program.graph_module.recompile()
-
-
-def save_program(program: ExportedProgram, path: Path) -> None:
-    """Write one .pt2 file; a full disk raises, where torch itself would end the process."""
-    import torch
-
-    with path.open("wb", buffering=0) as file:
-        sink = _Sink(file)
-        torch.export.save(program, sink)
-    if sink.failure is not None:
-        raise sink.failure
-
-
-def load_program(content: Buffer, extra_files: dict[str, Any] | None = None) -> ExportedProgram:
-    """Return the program of a .pt2 file, and fill in the texts beside it; weights are copied once."""
-    import torch
-
-    import vlexport.vision.attention.kernels  # noqa: F401  defines the attention operator that programs call
-
-    _check_pickles(content)
-    with compile_caches(), warnings.catch_warnings():
-        # torch 2.11 reads weights in place; nobody writes to them.
-        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
-        return torch.export.load(io.BufferedReader(_Source(content)), extra_files=extra_files)
-
-
-def _check_pickles(content: Buffer) -> None:
-    """Refuse pickles of anything but tensors: where torch fails to read one safely, it tries without care.
-
-    Names decide in torch whether a constant is a pickle, so those of tensors alone pass.
-    """
-    import torch
-
-    with zipfile.ZipFile(_Source(content)) as archive:
-        infos = archive.infolist()
-        names = [info.filename for info in infos]
-        # Python reads a name from other places too, torch only the one that is written first.
-        if len(set(names)) != len(names) or names != [info.orig_filename for info in infos]:
-            raise ValueError("an entry has two names, or two have one.")
-        # Files of torch before 2.9 have no folder, and pickles under other names.
-        if len({name.partition("/")[0] for name in names}) != 1:
-            raise ValueError("written by an older torch.export.save, or by another program.")
-        for name in names:
-            if name.endswith(".pt"):
-                with warnings.catch_warnings():
-                    warnings.filterwarnings("ignore", message="Detected pickle", category=UserWarning)
-                    torch.load(io.BytesIO(archive.read(name)), weights_only=True)
-            elif name.endswith("_config.json"):
-                entries = json.loads(archive.read(name)).get("config", {})
-                for entry in entries.values():
-                    if entry["use_pickle"] is not False or not TENSOR_FILE.fullmatch(entry["path_name"]):
-                        raise ValueError(f"{name} has a pickle; tensors in their own bytes are expected.")
-
-
-class _Source(io.RawIOBase):
-    """Bytes as a file to read; `io.BytesIO` would copy those that are mapped."""
-
-    def __init__(self, content: Buffer) -> None:
-        super().__init__()
-        self.content, self.at = memoryview(content), 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        self.at = (0, self.at, len(self.content))[whence] + offset
-        return self.at
-
-    def readinto(self, buffer: Any, /) -> int:
-        part = self.content[self.at : self.at + len(buffer)]
-        buffer[: len(part)] = part
-        self.at += len(part)
-        return len(part)
-
-
-class _Sink(io.BytesIO):
-    """A stream that passes everything on to a file and keeps its failure, which would end torch's writer."""
-
-    def __init__(self, file: RawIOBase) -> None:
-        super().__init__()
-        self.file = file
-        self.failure: OSError | None = None
-
-    def write(self, data: Buffer, /) -> int:
-        rest = memoryview(data).cast("B")
-        while self.failure is None and rest:
-            try:
-                rest = rest[self.file.write(rest) or 0 :]
-            except OSError as error:
-                self.failure = error
-        return memoryview(data).nbytes

@@ -14,17 +14,16 @@ from typing import TYPE_CHECKING
 
 from vlexport.backends import _torch, log_progress
 from vlexport.backends._engine import refused_by
+from vlexport.backends._program import CALLS, WEIGHTS, read_program, write_program
 from vlexport.backends.base import Backend, Capability, EngineSpec, Options, Payloads, Progress, Runner
 from vlexport.specs import Symbol
 from vlexport.target import NO_GPU, device_here
 
 if TYPE_CHECKING:
-    from torch.export import ExportedProgram
-
     from vlexport._build.graph import Graph
     from vlexport.backends._captured import CapturedCalls
 
-PROGRAM, SIZES = "program.pt2", "sizes.json"
+SIZES = "sizes.json"
 SMALLEST, LARGEST = 64, 16384
 # From here on the device, not the host, takes the time of a call, and padding costs more than launches.
 PADDED = 1024
@@ -41,6 +40,7 @@ class CudaGraphs(Backend):
     summary = "the exported program in captured CUDA graphs, one for each budget of tokens"
     form = "cu_seqlens"
     device = rows_on = "cuda"
+    mapped = (WEIGHTS,)
     capabilities = (Capability(dtype="bfloat16", note="measured on an H100 with torch 2.11"),)
 
     def missing(self) -> str | None:
@@ -57,13 +57,12 @@ class CudaGraphs(Backend):
         return None
 
     def build(self, graph: Graph, options: Options, out: Path, progress: Progress = log_progress) -> None:
-        _torch.save_program(graph.program, out / PROGRAM)
+        write_program(graph.program, out)
         (out / SIZES).write_text(json.dumps(sizes_of(graph)), encoding="utf-8")
 
     def open(self, payloads: Payloads, spec: EngineSpec, options: Options) -> Runner:
-        program, sizes = payloads.read(PROGRAM), payloads.read(SIZES)
         with refused_by(f"torch {version('torch')}"):
-            return _Runner(captured_calls(program, json.loads(sizes), spec, "cuda"))
+            return _Runner(captured_calls(payloads, json.loads(payloads.read(SIZES)), spec, "cuda"))
 
 
 def sizes_of(graph: Graph) -> list[dict[str, int]]:
@@ -87,24 +86,17 @@ def sizes_of(graph: Graph) -> list[dict[str, int]]:
 
 
 def captured_calls(
-    program: bytes, sizes: list[dict[str, int]], spec: EngineSpec, device: str
+    payloads: Payloads, sizes: list[dict[str, int]], spec: EngineSpec, device: str
 ) -> CapturedCalls:
     """Return the program on a device, in calls of these sizes."""
+    import torch
+
     from vlexport.backends._captured import CapturedCalls
 
-    loaded = moved(_torch.load_program(program), device)
-    return CapturedCalls(loaded.module(), spec, known_sizes(sizes), device)
-
-
-def moved(program: ExportedProgram, device: str) -> ExportedProgram:
-    """Return a program, whose own tensors move, on a device."""
-    import torch
-    from torch.export.passes import move_to_device_pass
-
-    if device == "cpu":
-        return program
-    # With a number: compilers compare the device of the program with that of tensors, which has one.
-    return move_to_device_pass(program, f"{device}:{torch.cuda.current_device()}")
+    # With a number: the current device may be another one in a later call.
+    numbered = f"cuda:{torch.cuda.current_device()}" if device == "cuda" else device
+    program = read_program(payloads.read(CALLS), payloads.map(WEIGHTS), numbered)
+    return CapturedCalls(program.run, spec, known_sizes(sizes), device)
 
 
 def known_sizes(sizes: list[dict[str, int]]) -> list[dict[Symbol, int]]:

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Mapping
-from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
-from weakref import WeakValueDictionary
 
 from vlexport._build.estimate import Costs
 from vlexport.backends import _torch, log_progress
 from vlexport.backends._engine import refused_by
 from vlexport.backends._inspection import Inside
+from vlexport.backends._program import CALLS, WEIGHTS, read_program, write_program
 from vlexport.backends.base import Backend, Capability, EngineSpec, Options, Payloads, Progress, Runner
-from vlexport.system import released
+from vlexport.system import release
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.export import ExportedProgram
 
     from vlexport._build.graph import Graph
-
-PROGRAM = "program.pt2"
-# Reading a program takes a second, so a check reads the very bytes that its engine runs no second time.
-_READ: WeakValueDictionary[bytes, ExportedProgram] = WeakValueDictionary()
 
 
 class Eager(Backend):
@@ -34,7 +27,7 @@ class Eager(Backend):
     name = "eager"
     summary = "the exported program, operator by operator in PyTorch"
     form = "grouped"
-    mapped = (PROGRAM,)
+    mapped = (WEIGHTS,)
     capabilities = (
         Capability(
             dtype="float32",
@@ -55,19 +48,18 @@ class Eager(Backend):
 
     def build(self, graph: Graph, options: Options, out: Path, progress: Progress = log_progress) -> None:
         _torch.in_whole_blocks(graph.program)
-        _torch.save_program(graph.program, out / PROGRAM)
+        write_program(graph.program, out)
 
     def open(self, payloads: Payloads, spec: EngineSpec, options: Options) -> Runner:
-        content = payloads.map(PROGRAM)
         with refused_by(f"torch {version('torch')}"):
-            program = _program(content)
-            return _torch.TorchRunner(program.module(), options.threads, kept=program)
+            program = read_program(payloads.read(CALLS), payloads.map(WEIGHTS))
+        return _torch.TorchRunner(program.run, options.threads)
 
     def inside(self, payloads: Payloads) -> Inside:
         import torch
 
-        program = _program(payloads.map(PROGRAM))
-        module = functools.cache(program.module)
+        stored = payloads.map(WEIGHTS)
+        program = read_program(payloads.read(CALLS), stored)
 
         def sums(
             inputs: Mapping[str, Tensor], fed: Mapping[str, Tensor], only: Collection[str] = ()
@@ -82,19 +74,10 @@ class Eager(Backend):
                     return fed.get(n.name, value)
 
             with torch.inference_mode():
-                Sums(module()).run(dict(inputs))
+                Sums(program.module).run(*program.arguments(inputs))
             return {name: rows for name, rows in results.items() if name in only or not only}
 
-        return Inside(weights=program.state_dict, sums=sums)
-
-
-def _program(content: memoryview) -> ExportedProgram:
-    with released(content):
-        key = sha256(content).digest()
-        program = _READ.get(key)
-        if program is None:
-            program = _READ[key] = _torch.load_program(content)
-    return program
+        return Inside(weights=program.weights, release=lambda: release(stored), sums=sums)
 
 
 BACKEND = Eager()

@@ -91,17 +91,11 @@ class Inductor(Backend):
                 "backend 'inductor' builds with a C++ compiler and found none: set CXX or install g++. "
                 "A bundle that another machine built runs here without one."
             )
-        import torch
-
         program = graph.program if graph.quantisation is None else _integers(graph)
         _torch.in_whole_blocks(program)
         # Weights stay outside the shared object.
         write_package(program, out / PACKAGE, {"aot_inductor.package_constants_in_so": False})
-        # The trace found some tensors outside the state.
-        constants = {
-            name: tensor for name, tensor in program.constants.items() if isinstance(tensor, torch.Tensor)
-        }
-        _torch.write_weights(out / WEIGHTS, {**program.state_dict, **constants})
+        _torch.write_weights(out / WEIGHTS, program)
 
     def open(self, payloads: Payloads, spec: EngineSpec, options: Options) -> Runner:
         content, stored = payloads.read(PACKAGE), payloads.map(WEIGHTS)

@@ -22,6 +22,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
+from vlexport.backends._torch import write_tensors
 from vlexport.codec import check_fields
 from vlexport.errors import InputError, LockedError, VlexportError, error_record
 from vlexport.media.limits import DEFAULT_LIMITS
@@ -35,7 +36,6 @@ from vlexport.runtime.outputs import (
     named_tensors,
     provenance,
     rows_of,
-    write_tensors,
 )
 from vlexport.specs import check_frame_rate
 from vlexport.system import replacing, shortage

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import stat
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from vlexport.backends._torch import write_tensors
 from vlexport.errors import InputError, InternalError, RequestError, VlexportError
 from vlexport.system import replacing, shortage
 
@@ -233,30 +232,6 @@ def save(
     with writing(out) as temporary:
         write_tensors(tensors, temporary, {**(metadata or {}), **digests})
     return {name: list(tensor.shape) for name, tensor in tensors.items()}
-
-
-def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file until the disk has it; equal tensors and metadata give equal bytes."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    # The library makes a file that only its owner can read; a result has the rights of any new file.
-    path.touch()
-    rights = stat.S_IMODE(path.stat().st_mode)
-    try:
-        save_file(dict(tensors), path, dict(metadata) or None)
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
-    path.chmod(rights)
-    with path.open("r+b") as file:
-        if metadata:
-            # The library writes them in another order in every process.
-            size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(size)) | {"__metadata__": dict(metadata)}
-            file.seek(8)
-            file.write(json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode().ljust(size))
-            file.flush()
-        os.fsync(file.fileno())
 
 
 @contextmanager
