@@ -29,6 +29,7 @@ class Job:
 
     built  the folder of an export; `inputs`, `rows` and `result` are files
     shape  frames, rows and columns of pixels
+    picture  a file in place of noise, whose rows are not computed in float64
     began  the clock as the process was started
     """
 
@@ -42,6 +43,7 @@ class Job:
     threads: int
     depth: int
     shape: tuple[int, int, int]
+    picture: str
     options: Mapping[str, Any]
     began: float
 
@@ -59,6 +61,7 @@ class Job:
 def prepare(job: Job) -> None:
     """Write the checkpoint unless it is there, a picture or video with its patches, and rows in float64."""
     import torch
+    from PIL import Image
     from tokenizers import Tokenizer
     from vlexport.recipes.demo.qwen2_5_vl import contents
     from vlexport.recipes.demo.writing import write_checkpoint
@@ -82,6 +85,8 @@ def prepare(job: Job) -> None:
     draw = np.random.default_rng(0)
     cells = np.kron(draw.integers(0, 200, (height // 28, width // 28, 3)), np.ones((28, 28, 1), int))
     clip = np.stack([np.roll(cells, 9 * at, 1) + draw.integers(0, 56, cells.shape) for at in range(frames)])
+    if job.picture:
+        clip = np.asarray(Image.open(job.picture).convert("RGB"))[None]
     kind, pixels = "image" if frames == 1 else "video", torch.from_numpy(clip.astype(np.uint8))
     checkpoint = Checkpoint.open(job.checkpoint)
     recipe = recipe_for(checkpoint)
@@ -92,6 +97,8 @@ def prepare(job: Job) -> None:
     np.savez(
         job.inputs, ids=ids, patches=item.patches.numpy(), grid=np.array(item.grid), frames=pixels.numpy()
     )
+    if job.picture:
+        return
     visual = transformers_model(job, torch.float32).model.visual
     with torch.inference_mode(), float64_arithmetic(visual, [item]) as [wide]:
         np.save(job.rows, visual(wide.patches, grid_thw=torch.tensor([item.grid])).pooler_output.numpy())
@@ -142,6 +149,10 @@ def open_vlexport(job: Job) -> Call:
     options, bundle = Options(threads=job.threads), Path(job.built, "engine")
     pipeline = vlexport.load(bundle, checkpoint=decoder, options=options, runtime=runtime)
     grid = tuple(tensors["grid"].tolist())
+    if rule := job.options.get("selector", "").partition(",")[2]:
+        # Cells are chosen by their pixels, so preprocessing is part of a call.
+        media = vlexport.Pixels(kind="image", frames=tensors["frames"])
+        return lambda: pipeline.encode(media, prune_before=rule).embeds.float().numpy()
     item = MediaItem(kind="image" if grid[0] == 1 else "video", patches=tensors["patches"], grid=grid)
     if job.verb == "rows":
         return lambda: pipeline.encode_items([item])[0].embeds.float().numpy()

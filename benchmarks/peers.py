@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from benchmarks.first_hour import GIB, ROOT, Step, step
 from benchmarks.tables import markdown, write_between, write_whole
@@ -60,11 +61,14 @@ class Peer:
     parts: str = "**/*"
 
 
-def ours(backend: str, precision: str) -> Peer:
+def ours(backend: str, precision: str, rule: str = "") -> Peer:
     limits = {"min_pixels": 56 * 56, "max_pixels": 1092 * 1932, "max_images": 1, "max_frames": 16}
     chosen = {"quantize": "int8"} if precision == "int8" else {"dtype": precision}
     options = {"backend": backend, **chosen, **limits}
-    return Peer(f"vlexport {backend} {precision}", "vlexport", options, f"{backend}-{precision}")
+    if rule:
+        options["selector"] = f"evs,{rule}"
+    words = [backend, precision, *([rule] if rule else [])]
+    return Peer(" ".join(["vlexport", *words]), "vlexport", options, "-".join(words))
 
 
 WIDE, TOWER = {"INFERENCE_PRECISION_HINT": "f32"}, "*vision_embeddings*"
@@ -86,6 +90,8 @@ PEERS = (
     ours("openvino", "bfloat16"),
     ours("inductor", "bfloat16"),
     ours("inductor", "int8"),
+    ours("openvino", "int8", "predicted"),
+    ours("onnxruntime", "int8", "predicted"),
 )
 
 
@@ -99,6 +105,7 @@ class Run:
         self.exports: dict[str, Record] = stored.get("exports", {})
         self.calls: dict[str, Record] = stored.get("calls", {})
         pictures = [size for size, shape in settings.shapes.items() if shape[0] == 1]
+        pictures = [size for size in pictures if size not in settings.pictures]
         self.tables = [*settings.shapes, *(ANSWER + size for size in pictures[:1])]
 
     def save(self) -> None:
@@ -118,6 +125,7 @@ class Run:
             "inputs": str(self.folder / f"inputs {size}.npz"), "result": str(self.folder / "result.json"),
             "rows": str(self.folder / ("rows.npy" if verb == "rows" else f"exact {size}.npy")),
             "depth": settings.depth, "shape": settings.shapes[size], "threads": settings.threads,
+            "picture": settings.pictures.get(size, ""),
             "options": peer.options, "began": time.monotonic(),
         }  # fmt: skip
         words = [python, "-m", "benchmarks.peer", json.dumps(described)]
@@ -150,8 +158,10 @@ class Run:
         rows.unlink(missing_ok=True)
         done = self.job("rows" if shown == size else "answer", peer, shown)
         record = self.failure(done) or json.loads((self.folder / "result.json").read_text(encoding="utf-8"))
-        if rows.exists():
+        if rows.exists() and shown not in self.settings.pictures:
             record |= compared(np.load(rows), np.load(self.folder / f"exact {shown}.npy"))
+        elif rows.exists():
+            record["rows"] = len(np.load(rows, mmap_mode="r"))
         self.calls[key] = record | {"peak": done.peak, "load": os.getloadavg()[0]}
         self.save()
 
@@ -201,7 +211,8 @@ def row_of(peer: Peer, export: Record, base: Sequence[Record], rounds: Sequence[
     return (
         peer.name, disk, f"{opening:.2f}", f"{first:.2f}", ratio(later, [1.0] * len(later)),
         ratio(over, under), f"{opened / GIB:.1f} / {peak / GIB:.1f}",
-        f"{calls[0]['error']:.1e} / {calls[0]['worst']:.1e}" if "error" in calls[0] else "-",
+        f"{calls[0]['error']:.1e} / {calls[0]['worst']:.1e}" if "error" in calls[0] else
+        f"{calls[0]['rows']:,} rows" if "rows" in calls[0] else "-",
     )  # fmt: skip
 
 
@@ -236,7 +247,10 @@ def text_of(run: Run, peers: Sequence[Peer]) -> str:
 
 
 def shape_of(size: str) -> tuple[int, int, int]:
-    """Return the frames, rows and columns of a size by name, or of WIDTHxHEIGHT."""
+    """Return the frames, rows and columns of a size by name, of WIDTHxHEIGHT, or of a file."""
+    if Path(size).suffix:
+        with Image.open(size) as picture:
+            return (1, picture.height, picture.width)
     width, _, height = size.partition("x")
     return SIZES[size] if size in SIZES else (1, int(height), int(width))
 
@@ -251,13 +265,15 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--depth", type=int, default=RELEASED, help="blocks of the tower; 3 for a trial")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--sizes", nargs="+", default=list(SIZES), help="names, or WIDTHxHEIGHT")
+    parser.add_argument("--sizes", nargs="+", default=list(SIZES), help="names, WIDTHxHEIGHT, or files")
     parser.add_argument("--peers", nargs="+", default=[""], help="beginnings of names")
     parser.add_argument("--memory", type=float, default=20, help="GiB that a process may take")
     parser.add_argument("--seconds", type=int, default=3600, help="that a process may take")
     parser.add_argument("--page", type=Path, help="a Markdown page whose marked part is rewritten")
     settings = parser.parse_args(arguments)
-    settings.shapes = {size: shape_of(size) for size in settings.sizes}
+    settings.shapes = {Path(size).stem: shape_of(size) for size in settings.sizes}
+    files = [Path(size) for size in settings.sizes if Path(size).suffix]
+    settings.pictures = {path.stem: str(path.absolute()) for path in files}
     settings.python = str(Path(settings.python).absolute())
     peers = [peer for peer in PEERS if peer.name.startswith(tuple(settings.peers))]
     if not peers:
@@ -266,10 +282,8 @@ def main(arguments: Sequence[str]) -> None:
         )
     run = Run(settings.folder.resolve() / f"depth-{settings.depth}", settings)
     for size in settings.shapes:
-        if (
-            not (run.folder / f"exact {size}.npy").exists()
-            and (done := run.job("prepare", PEERS[0], size)).code
-        ):
+        last = f"inputs {size}.npz" if size in settings.pictures else f"exact {size}.npy"
+        if not (run.folder / last).exists() and (done := run.job("prepare", PEERS[0], size)).code:
             sys.exit(f"{size}: {done.out[-3000:]}")
     for peer in peers:
         run.export(peer)

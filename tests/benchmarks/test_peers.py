@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from benchmarks.first_hour import GIB, step
 from benchmarks.peers import ANSWER, PEERS, WRONG, Run, compared, main, text_of
@@ -15,7 +16,7 @@ CALL = {"opening": 2.0, "opened": 2**30, "first": 5.0, "peak": 2**31, "load": 1.
 
 def run_in(folder, rounds=2, depth=2):
     given = argparse.Namespace(
-        rounds=rounds, depth=depth, threads=2, seconds=9, shapes={"56x56": (1, 56, 56)}
+        rounds=rounds, depth=depth, threads=2, seconds=9, shapes={"56x56": (1, 56, 56)}, pictures={}
     )
     return Run(folder, given)
 
@@ -112,3 +113,21 @@ def test_peers_are_measured_in_processes_of_their_own_and_a_run_goes_on(tmp_path
     assert 1e-4 < after["calls"][f"{PEERS[1].name}, 56x84, 0"]["error"] < WRONG
     assert "| transformers bfloat16 | - |" in page.read_text()
     assert page.read_text().splitlines()[1] == capsys.readouterr().out.splitlines()[0]
+
+
+@pytest.mark.slow
+def test_a_picture_is_encoded_whole_by_others_and_without_plain_cells_by_ours(tmp_path, capsys):
+    pixels = np.full((112, 112, 3), 255, np.uint8)
+    pixels[:28] = np.random.default_rng(0).integers(0, 256, (28, 112, 3))
+    Image.fromarray(pixels).save(tmp_path / "slide.png")
+    peers = ["transformers float32", "vlexport onnxruntime int8 predicted"]
+    words = ["--depth", "1", "--threads", "1", "--rounds", "1", "--sizes", str(tmp_path / "slide.png")]
+    main([str(tmp_path), *words, "--peers", *peers])
+    table = capsys.readouterr().out
+    whole, ours = (
+        next(line for line in table.splitlines() if line.startswith(f"| {name} ")) for name in peers
+    )
+    assert "| 16 rows |" in whole
+    # A row of noise, and one plain cell that stands for all others.
+    assert "| 5 rows |" in ours
+    assert ANSWER not in table.lower()
