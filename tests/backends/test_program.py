@@ -64,3 +64,19 @@ def test_a_part_in_another_precision_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="wrap_with_autocast"):
         stored(Parts(in_half=True), tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_an_operator_that_no_program_is_read_with_is_refused(tmp_path: Path) -> None:
+    @torch.library.custom_op("elsewhere::doubled", mutates_args=())
+    def doubled(rows: torch.Tensor) -> torch.Tensor:
+        return 2 * rows
+
+    doubled.register_fake(torch.empty_like)
+
+    class Foreign(torch.nn.Module):
+        def forward(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            return {"rows": doubled(inputs["rows"])}
+
+    with pytest.raises(UnsupportedError, match=r"a call of elsewhere\.doubled\.default"):
+        stored(Foreign(), tmp_path)
+    assert not list(tmp_path.iterdir())

@@ -133,11 +133,14 @@ def _inline(program: ExportedProgram) -> None:
 
 
 def _named(function: Any) -> str:
-    """Return the name of an operator of torch, or of a function of sizes."""
-    name = getattr(function, "__name__", "")
-    if name in FUNCTIONS and function is getattr(operator, name):
-        return f"operator.{name}"
-    return str(function)
+    """Return the name of an operator of torch, or of a function of sizes, that can be read again."""
+    word = getattr(function, "__name__", "")
+    name = f"operator.{word}" if function is getattr(operator, word, None) else str(function)
+    try:
+        _function(name, ())
+    except (ValueError, AttributeError) as error:
+        raise UnsupportedError(f"the graph has {error} A list of calls cannot hold it.") from None
+    return name
 
 
 def _function(name: str, keywords: Collection[str]) -> Any:

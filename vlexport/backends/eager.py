@@ -32,8 +32,8 @@ class Eager(Backend):
         Capability(
             dtype="float32",
             costs=Costs(
-                base=336, opening=1.1, weights=1.03, values=1.9, disk=3.0,
-                build_base=339, build_weights=2.54, check_values=3.74,
+                base=336, opening=0.97, weights=1.03, values=1.9, disk=3.0,
+                build_base=590, build_weights=2.5, check_values=1.2,
             ),
         ),
         Capability(
