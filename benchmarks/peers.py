@@ -104,9 +104,9 @@ class Run:
         stored = json.loads(self.file.read_text(encoding="utf-8")) if self.file.exists() else {}
         self.exports: dict[str, Record] = stored.get("exports", {})
         self.calls: dict[str, Record] = stored.get("calls", {})
-        pictures = [size for size, shape in settings.shapes.items() if shape[0] == 1]
-        pictures = [size for size in pictures if size not in settings.pictures]
-        self.tables = [*settings.shapes, *(ANSWER + size for size in pictures[:1])]
+        shapes, files = settings.shapes, settings.pictures
+        asked = [size for size, shape in shapes.items() if shape[0] == 1 and size not in files]
+        self.tables = [*shapes, *(ANSWER + size for size in asked[:1])]
 
     def save(self) -> None:
         write_whole(self.file, json.dumps({"exports": self.exports, "calls": self.calls}, indent=1) + "\n")

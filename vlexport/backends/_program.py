@@ -76,7 +76,7 @@ def read_program(content: bytes, mapped: memoryview, device: str = "cpu") -> Pro
     weights = {name: tensor.to(device) for name, tensor in read_weights(mapped).items()}
     graph, root = torch.fx.Graph(), {}
     nodes: dict[str, torch.fx.Node] = {}
-    # torch writes a program of Python from the graph: targets have names of ours, nodes those it makes safe.
+    # torch writes a program of Python from the graph, in which no name of the file may stand.
     for index, name in enumerate(stored["inputs"].values()):
         nodes[name] = graph.placeholder(f"input_{index}")
     for index, (name, weight) in enumerate(stored["weights"].items()):
