@@ -161,7 +161,7 @@ class _Positions(nn.Module):
     def forward(
         self, num_tokens: Tensor, offsets: Tensor, lengths: Tensor, blocks: Tensor, pruned: Tensor
     ) -> tuple[Tensor, Tensor]:
-        plan = plan_columns(offsets, lengths, lengths, num_tokens.item())  # type: ignore[arg-type]
+        plan = plan_columns(offsets, lengths, num_tokens.item())  # type: ignore[arg-type]
         rows = BlockRows(*torch.cat([blocks.new_zeros(4, 1), blocks], dim=1))
         anchor_1 = offsets.new_zeros(1)
         by_extent, by_width = (write_positions(plan, rows, anchor_1, flag) for flag in (False, True))

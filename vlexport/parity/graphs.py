@@ -24,7 +24,6 @@ from vlexport.positions.media import full_positions, pruned_channels
 from vlexport.positions.plan import (
     BlockRows,
     KeptCells,
-    Span,
     plan_positions,
     write_kept_positions,
     write_positions,
@@ -65,7 +64,7 @@ def graph_rows(graphs: TokenGraphs, dtype: str) -> Iterator[Row]:
 
     def place() -> Iterator[str]:
         for spans, count, rows, cells in _prompts():
-            plan, anchor_1 = plan_positions(spans, 0, count), torch.tensor([17])
+            plan, anchor_1 = plan_positions(spans, count), torch.tensor([17])
             yield _other(
                 "positions",
                 [graphs.write(plan, rows, anchor_1, True, rows_in)],
@@ -119,11 +118,11 @@ def portable_rows(portable: Portable, selector: Selector, recipe: Recipe[C], con
                 continue
             sizes = {
                 "num_tokens": torch.tensor(count),
-                "offsets": torch.tensor([span.offset for span in spans]),
-                "lengths": torch.tensor([span.length for span in spans]),
+                "offsets": torch.tensor([offset for offset, _ in spans]),
+                "lengths": torch.tensor([length for _, length in spans]),
                 "blocks": torch.stack(rows)[:, 1:],
             }
-            plan, anchor_1 = plan_positions(spans, 0, count), torch.tensor([0])
+            plan, anchor_1 = plan_positions(spans, count), torch.tensor([0])
             for is_pruned in (False, True):
                 placed = portable.positions({**sizes, "pruned": torch.tensor(is_pruned)})
                 table_3N = write_positions(plan, rows, anchor_1, is_pruned)
@@ -225,7 +224,7 @@ def _scene(frames: int, per_frame: int, source: torch.Generator, *, is_still: bo
     return F.one_hot(codes_TN.abs(), 5)[..., 1:] * (codes_TN.sign() * length_TN)[..., None]
 
 
-def _prompts() -> Iterator[tuple[list[Span], int, BlockRows, KeptCells]]:
+def _prompts() -> Iterator[tuple[list[tuple[int, int]], int, BlockRows, KeptCells]]:
     """Yield columns of one to four items and of all, and what is in them: blocks of channels, kept cells."""
     source = torch.Generator().manual_seed(0)
     draw = partial(torch.randint, generator=source)
@@ -233,14 +232,11 @@ def _prompts() -> Iterator[tuple[list[Span], int, BlockRows, KeptCells]]:
         num_items = 1 + number % 4
         lengths_I, columns_M = draw(1, 31, (num_items,)), draw(1, 5, (1 + num_items,))
         ends_I = (lengths_I + draw(0, 4, (num_items,))).cumsum(0)
-        spans = [
-            Span(offset=end - length, length=length, num_rows=length)
-            for end, length in zip(ends_I.tolist(), lengths_I.tolist(), strict=True)
-        ]
+        spans = [*zip((ends_I - lengths_I).tolist(), lengths_I.tolist(), strict=True)]
         # The first row is that of text.
         channels_4S = draw(0, 60, (4, 1 + int(lengths_I.sum())))
         channels_4S[:, 0] = 0
-        kept = [torch.randperm(2 * span.length, generator=source)[: span.length].sort()[0] for span in spans]
+        kept = [torch.randperm(2 * length, generator=source)[:length].sort()[0] for _, length in spans]
         cells = KeptCells(
             kept_S=torch.cat([torch.tensor([0]), *kept]),
             per_frame_M=columns_M * draw(1, 5, (1 + num_items,)),

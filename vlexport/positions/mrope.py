@@ -26,7 +26,6 @@ from vlexport.positions.plan import (
     BlockRows,
     KeptCells,
     KeptWriter,
-    Span,
     Writer,
     move_together,
     plan_positions,
@@ -128,8 +127,7 @@ def pruned_positions(
         [torch.zeros(1, dtype=torch.int64, device=device)]
         + [_kept_indices(item, index, rule.merge, device) for item, index in pairs]
     )
-    spans = [Span(offset=item.offset, length=item.length, num_rows=item.length) for item in ordered]
-    plan = plan_positions(spans, 0, num_columns).to(device)
+    plan = plan_positions([(item.offset, item.length) for item in ordered], num_columns).to(device)
     cells = _kept_cells(ordered, rule, kept_S)
     table_3N, delta = write(plan, cells, resumes_by_width(4, rule.options))
     return PromptPositions(table_RN=table_3N, delta=delta)
@@ -150,14 +148,14 @@ def join_rows(blocks: Sequence[Tensor]) -> BlockRows:
 def _write(
     num_columns: int, placed: Sequence[tuple[int, Tensor]], by_width: bool, write: Writer
 ) -> PromptPositions:
-    check_placements([(offset, block.shape[1]) for offset, block in placed], num_columns)
+    placements = [(offset, block.shape[1]) for offset, block in placed]
+    check_placements(placements, num_columns)
     if not placed:
         table_3N = torch.arange(num_columns).expand(3, num_columns).clone()
         return PromptPositions(table_RN=table_3N, delta=delta_of(table_3N))
-    spans = [Span(offset=at, length=block.shape[1], num_rows=block.shape[1]) for at, block in placed]
     rows = join_rows([block for _, block in placed])
     device = rows.time_S.device
-    plan = plan_positions(spans, 0, num_columns).to(device)
+    plan = plan_positions(placements, num_columns).to(device)
     anchor_1 = torch.zeros(1, dtype=torch.int64, device=device)
     table_3N = write(plan, rows, anchor_1, by_width)
     return PromptPositions(table_RN=table_3N, delta=delta_of(table_3N))

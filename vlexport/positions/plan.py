@@ -11,20 +11,10 @@ is flat, for a compiler may take a fixed dimension of 3 or 4 for a varying one t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Span:
-    """Columns of one item and how many of its rows are at hand; the other columns take its start."""
-
-    offset: int
-    length: int
-    num_rows: int
 
 
 class PositionPlan(NamedTuple):
@@ -88,21 +78,20 @@ def move_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tenso
     return [piece[: tensor.shape[0]] for tensor, piece in zip(tensors, moved, strict=True)]
 
 
-def plan_positions(spans: Sequence[Span], start: int, stop: int) -> PositionPlan:
-    """Plan the columns `start` to `stop`; every span begins at `start` or later, in prompt order."""
-    fields = [(span.offset - start, span.length, span.num_rows) for span in spans]
-    offset_I, length_I, rows_I = torch.tensor(fields, dtype=torch.int64).reshape(-1, 3).unbind(-1)
-    return plan_columns(offset_I, length_I, rows_I, stop - start)
+def plan_positions(placements: Sequence[tuple[int, int]], num_columns: int) -> PositionPlan:
+    """Plan the columns of a prompt with items at these places (offset, length), in prompt order."""
+    offset_I, length_I = torch.tensor(placements, dtype=torch.int64).reshape(-1, 2).unbind(-1)
+    return plan_columns(offset_I, length_I, num_columns)
 
 
-def plan_columns(offset_I: Tensor, length_I: Tensor, rows_I: Tensor, num_columns: int) -> PositionPlan:
-    """Plan so many columns for items of these first columns, columns and rows."""
+def plan_columns(offset_I: Tensor, length_I: Tensor, num_columns: int) -> PositionPlan:
+    """Plan so many columns for items of these first columns and lengths; each column of an item has a row."""
     none_N, one_I = offset_I.new_zeros(num_columns + 1), torch.ones_like(offset_I)
     # One more column takes what ends with the last one, and the row of the empty item.
     begun_N = none_N.scatter_add(0, offset_I, one_I)[:num_columns].cumsum(0)
     finished_N = none_N.scatter_add(0, offset_I + length_I, one_I)[:num_columns].cumsum(0)
     is_text_N = 1 - begun_N + finished_N
-    rows_M = torch.cat([rows_I.new_ones(1), rows_I])
+    rows_M = torch.cat([one_I.new_ones(1), length_I])
     offset_M = torch.cat([offset_I.new_full((1,), num_columns), offset_I])
     past_M, item_of_S = rows_M.cumsum(0), torch.repeat_interleave(rows_M)
     row_S = torch.arange(item_of_S.shape[0])
