@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from vlexport.positions import media, mrope
-from vlexport.positions.plan import write_positions
+from vlexport.positions.plan import BlockRows, PositionPlan, write_positions
 from vlexport.positions.rules import Grid, PositionOptions, PromptPositions, merged_sides
 
 
@@ -29,6 +29,10 @@ def recompute_positions(
     write: Any = write_positions,
 ) -> PromptPositions:
     """Positions of a pruned prompt from its length, placeholder offsets and one block per item."""
-    by_width = mrope.resumes_by_width(blocks[0].shape[0] if blocks else 4, options)
+    by_width = all(len(block) == 4 for block in blocks) and (options or PositionOptions()).resumes_by_width
     placed = sorted(zip(offsets, blocks, strict=True), key=lambda pair: pair[0])
-    return mrope._write(num_columns, placed, by_width, write)
+
+    def write_so(plan: PositionPlan, rows: BlockRows, anchor_1: Tensor, _: bool) -> Any:
+        return write(plan, rows, anchor_1, by_width)
+
+    return mrope._write(num_columns, [(first, block[:4].long()) for first, block in placed], write_so)

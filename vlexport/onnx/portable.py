@@ -32,7 +32,6 @@ from vlexport.bundle.user_folders import CacheFile
 from vlexport.codec import Json, canonical, encode
 from vlexport.errors import UNEXPECTED, UnsupportedError
 from vlexport.onnx.to_onnx import OPSET, Shapes, Translations, to_onnx
-from vlexport.positions.mrope import resumes_by_width
 from vlexport.positions.plan import BlockRows, plan_columns, write_positions
 from vlexport.pruning.compile import selection_part
 from vlexport.pruning.methods import find_method
@@ -165,7 +164,7 @@ class _Positions(nn.Module):
         rows = BlockRows(*torch.cat([blocks.new_zeros(4, 1), blocks], dim=1))
         anchor_1 = offsets.new_zeros(1)
         by_extent, by_width = (write_positions(plan, rows, anchor_1, flag) for flag in (False, True))
-        table_3N = torch.where(pruned, by_width if resumes_by_width(4) else by_extent, by_extent)
+        table_3N = torch.where(pruned, by_width, by_extent)
         return table_3N, table_3N.amax((0, 1)) + 1 - num_tokens
 
 

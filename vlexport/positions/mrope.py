@@ -34,7 +34,6 @@ from vlexport.positions.plan import (
 )
 from vlexport.positions.rules import (
     PlacedMedia,
-    PositionOptions,
     PositionRule,
     PromptPositions,
     check_placements,
@@ -68,7 +67,7 @@ def initial_positions(
             placed += frame_blocks(ids, item, rule, pruned=pruned)
         else:
             placed.append((item.offset, _whole_block(item, rule, pruned=pruned)))
-    return _write(len(ids), placed, True, write)
+    return _write(len(ids), placed, write)
 
 
 def frame_positions(
@@ -94,7 +93,7 @@ def frame_positions(
             kept_K = all_G if index_K is None else index_K
             block_4L = _expanded_block(ids[item.offset : item.end], item, rule, kept_K)
         placed.append((item.offset, block_4L))
-    return _write(len(ids), placed, True, write)
+    return _write(len(ids), placed, write)
 
 
 def pruned_positions(
@@ -121,7 +120,7 @@ def pruned_positions(
     pairs = sorted(zip(media, kept, strict=True), key=lambda pair: pair[0].offset)
     ordered = in_prompt_order(media, num_columns)
     if not ordered:
-        return _write(num_columns, [], True, write_positions)
+        return _write(num_columns, [], write_positions)
     device = next((index.device for _, index in pairs if index is not None), torch.device("cpu"))
     kept_S = torch.cat(
         [torch.zeros(1, dtype=torch.int64, device=device)]
@@ -129,35 +128,21 @@ def pruned_positions(
     )
     plan = plan_positions([(item.offset, item.length) for item in ordered], num_columns).to(device)
     cells = _kept_cells(ordered, rule, kept_S)
-    table_3N, delta = write(plan, cells, resumes_by_width(4, rule.options))
+    table_3N, delta = write(plan, cells, rule.options.resumes_by_width)
     return PromptPositions(table_RN=table_3N, delta=delta)
 
 
-def resumes_by_width(num_channels: int, options: PositionOptions | None = None) -> bool:
-    """Return whether text after a pruned item goes on at its start plus its merged width."""
-    return num_channels == 4 and (options or PositionOptions()).pruned_resume == "reference"
-
-
-def join_rows(blocks: Sequence[Tensor]) -> BlockRows:
-    """Join blocks as int64, after the zeros that text takes its coordinates from."""
-    zero_41 = torch.zeros(4, 1, dtype=torch.int64, device=blocks[0].device)
-    rows_4S = torch.cat([zero_41, *(block[:4].to(torch.int64) for block in blocks)], dim=1)
-    return BlockRows(*rows_4S)
-
-
-def _write(
-    num_columns: int, placed: Sequence[tuple[int, Tensor]], by_width: bool, write: Writer
-) -> PromptPositions:
+def _write(num_columns: int, placed: Sequence[tuple[int, Tensor]], write: Writer) -> PromptPositions:
     placements = [(offset, block.shape[1]) for offset, block in placed]
     check_placements(placements, num_columns)
     if not placed:
         table_3N = torch.arange(num_columns).expand(3, num_columns).clone()
         return PromptPositions(table_RN=table_3N, delta=delta_of(table_3N))
-    rows = join_rows([block for _, block in placed])
-    device = rows.time_S.device
-    plan = plan_positions(placements, num_columns).to(device)
-    anchor_1 = torch.zeros(1, dtype=torch.int64, device=device)
-    table_3N = write(plan, rows, anchor_1, by_width)
+    blocks = [block for _, block in placed]
+    # Text takes its coordinates from the zeros before the blocks.
+    rows = BlockRows(*torch.cat([blocks[0].new_zeros(4, 1), *blocks], dim=1))
+    plan = plan_positions(placements, num_columns).to(blocks[0].device)
+    table_3N = write(plan, rows, blocks[0].new_zeros(1), True)
     return PromptPositions(table_RN=table_3N, delta=delta_of(table_3N))
 
 
@@ -174,7 +159,7 @@ def _whole_block(item: PlacedMedia, rule: PositionRule, *, pruned: bool) -> Tens
         block_4L[3] = max(merged_sides(item.grid, rule.merge)) if spatial else block_4L[:3].amax() + 1
         return block_4L
     block_4L = pruned_channels(item, rule, torch.arange(item.length)).clone()
-    if not resumes_by_width(4, rule.options) or rule.kind == "time_as_text":
+    if not rule.options.resumes_by_width or rule.kind == "time_as_text":
         block_4L[3] = block_4L[:3].amax() + 1
     return block_4L
 

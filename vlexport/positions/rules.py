@@ -49,6 +49,11 @@ class PositionOptions:
         check_choice("pruned_resume", self.pruned_resume, get_args(PrunedResume))
         check_choice("pruned_time", self.pruned_time, get_args(PrunedTime))
 
+    @property
+    def resumes_by_width(self) -> bool:
+        """Whether text after a pruned item goes on at its start plus its merged width."""
+        return self.pruned_resume == "reference"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FrameMarkers:
