@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,46 +32,6 @@ class ExpandedVideo:
     video_columns_K: Tensor
 
 
-class LayoutPlan(NamedTuple):
-    """The layout as far as it is known before the kept tokens are, as flat index tensors.
-
-    Per text token: its position, whether it is a vision start, its id, and the frames complete before it.
-    Per frame and once for the end: its first token in the grid, the text tokens before it, and the position
-    of its first token. cells_1, width_1: of one frame; video_1: the id of a video token.
-    """
-
-    position_J: Tensor
-    is_start_J: Tensor
-    id_J: Tensor
-    frames_before_J: Tensor
-    first_T1: Tensor
-    text_before_T1: Tensor
-    base_T1: Tensor
-    cells_1: Tensor
-    width_1: Tensor
-    video_1: Tensor
-
-
-def write_layout(plan: LayoutPlan, kept_K: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return channels and ids (6, L), columns of kept tokens (K), tokens kept before each frame (T + 1)."""
-    kept_before_T1 = torch.searchsorted(kept_K, plan.first_T1)
-    frame_K = kept_K // plan.cells_1
-    cell_K = kept_K - frame_K * plan.cells_1
-    row_K = cell_K // plan.width_1
-    base_K = plan.base_T1.index_select(0, frame_K)
-    column_in_frame_K = cell_K - row_K * plan.width_1
-    zero_K, zero_J = torch.zeros_like(kept_K), torch.zeros_like(plan.id_J)
-    values_6K = torch.stack(
-        [base_K, base_K + row_K, base_K + column_in_frame_K, zero_K, zero_K + 1, zero_K + plan.video_1]
-    )
-    values_6J = torch.stack([plan.position_J] * 3 + [plan.is_start_J, zero_J, plan.id_J])
-    column_K = zero_K.add(1).cumsum(0) - 1 + plan.text_before_T1.index_select(0, frame_K)
-    column_J = zero_J.add(1).cumsum(0) - 1 + kept_before_T1.index_select(0, plan.frames_before_J)
-    values_6L = torch.cat([values_6J, values_6K], dim=1)
-    columns_L = torch.cat([column_J, column_K])
-    return torch.zeros_like(values_6L).index_copy(1, columns_L, values_6L), column_K, kept_before_T1
-
-
 def expanded_video(
     kept_K: Tensor,
     grid_thw: Grid,
@@ -88,8 +47,35 @@ def expanded_video(
         raise InputError(
             f"kept indices are {kept_K.dtype} of shape {list(kept_K.shape)}; expected a flat int64 tensor."
         )
-    plan = _plan_layout(grid_thw, timestamps, rule, kept_K.device)
-    values_6L, column_K, kept_before_T1 = write_layout(plan, kept_K)
+    markers = rule.markers
+    if markers is None:
+        raise InputError(
+            f"position rule '{rule.kind}' has no frame markers; an expanded layout needs 'time_as_text'."
+        )
+    if len(timestamps) != grid_thw[0]:
+        raise InputError(
+            f"{len(timestamps)} timestamps given for the {grid_thw[0]} frames of grid {grid_thw}; "
+            f"expected the token ids of one timestamp per frame."
+        )
+    rows, columns = merged_sides(grid_thw, rule.merge)
+    text, frames = _walk_frames(timestamps, rows, columns, markers)
+    lists = [*zip(*text, strict=True), *zip(*frames, strict=True)]
+    moved = move_together([torch.tensor(values) for values in lists], kept_K.device)
+    position_J, is_start_J, id_J, frames_before_J, first_T1, text_before_T1, base_T1 = moved
+    kept_before_T1 = torch.searchsorted(kept_K, first_T1)
+    frame_K = kept_K // (rows * columns)
+    cell_K = kept_K - frame_K * (rows * columns)
+    row_K = cell_K // columns
+    base_K = base_T1.index_select(0, frame_K)
+    zero_K, zero_J = torch.zeros_like(kept_K), torch.zeros_like(id_J)
+    axes_3K = [base_K, base_K + row_K, base_K + cell_K - row_K * columns]
+    values_6K = torch.stack([*axes_3K, zero_K, zero_K + 1, zero_K + markers.video])
+    values_6J = torch.stack([position_J] * 3 + [is_start_J, zero_J, id_J])
+    column_K = zero_K.add(1).cumsum(0) - 1 + text_before_T1.index_select(0, frame_K)
+    column_J = zero_J.add(1).cumsum(0) - 1 + kept_before_T1.index_select(0, frames_before_J)
+    values_6L = torch.cat([values_6J, values_6K], dim=1)
+    columns_L = torch.cat([column_J, column_K])
+    values_6L = torch.zeros_like(values_6L).index_copy(1, columns_L, values_6L)
     return ExpandedVideo(
         ids_L=values_6L[5],
         channels_5L=values_6L[:5],
@@ -110,29 +96,14 @@ def timestamps_in(ids_L: Sequence[int], grid_thw: Grid, rule: PositionRule) -> l
     return frames[: grid_thw[0]]
 
 
-def _plan_layout(
-    grid_thw: Grid, timestamps: Sequence[Sequence[int]], rule: PositionRule, device: torch.device
-) -> LayoutPlan:
-    markers = rule.markers
-    if markers is None:
-        raise InputError(
-            f"position rule '{rule.kind}' has no frame markers; an expanded layout needs 'time_as_text'."
-        )
-    if len(timestamps) != grid_thw[0]:
-        raise InputError(
-            f"{len(timestamps)} timestamps given for the {grid_thw[0]} frames of grid {grid_thw}; "
-            f"expected the token ids of one timestamp per frame."
-        )
-    rows, columns = merged_sides(grid_thw, rule.merge)
-    text, frames = _walk_frames(timestamps, rows, columns, markers)
-    once = [[rows * columns], [columns], [markers.video]]
-    lists = [*zip(*text, strict=True), *zip(*frames, strict=True), *once]
-    return LayoutPlan(*move_together([torch.tensor(values) for values in lists], device))
-
-
 def _walk_frames(
     timestamps: Sequence[Sequence[int]], rows: int, columns: int, markers: FrameMarkers
 ) -> tuple[list[tuple[int, int, int, int]], list[tuple[int, int, int]]]:
+    """Return what is known before the kept tokens are.
+
+    Of each text token: its position, whether it is a vision start, its id, and the frames complete before it.
+    Of each frame, and once for the end: its first token in the grid, the text before it, and its position.
+    """
     text: list[tuple[int, int, int, int]] = []
     frames: list[tuple[int, int, int]] = []
     position = 0
