@@ -2,7 +2,7 @@
 
 Places are index tensors made on the host from the placeholders; `merge_visual` only copies rows by index, so
 it compiles without graph breaks and never waits for a device. Inside a compiled graph no `InputError` can be
-raised (torch wraps it): call the `check_` functions before it.   N prompt tokens, V visual rows, D width,
+raised (torch wraps it): call `check_rows` before it.   N prompt tokens, V visual rows, D width,
 S deepstack levels.
 """
 
@@ -38,23 +38,16 @@ class Placeholder:
     def num_embeds(self) -> int:
         return self.length if self.is_embed is None else sum(self.is_embed)
 
-    def runs(self) -> tuple[tuple[int, int], ...]:
-        if self.is_embed is None:
-            return ((self.offset, self.offset + self.length),)
-        runs: list[tuple[int, int]] = []
-        for column, is_embed in enumerate(self.is_embed, start=self.offset):
-            if is_embed and runs and runs[-1][1] == column:
-                runs[-1] = (runs[-1][0], column + 1)
-            elif is_embed:
-                runs.append((column, column + 1))
-        return tuple(runs)
+    @property
+    def columns(self) -> Tensor:
+        every = torch.arange(self.offset, self.offset + self.length)
+        return every if self.is_embed is None else every[torch.tensor(self.is_embed)]
 
 
 def visual_slots(placeholders: Sequence[Placeholder], num_tokens: int) -> Tensor:
     """Return prompt columns of all visual rows, int64 on the host; placeholders in prompt order."""
     check_placements([(item.offset, item.length) for item in placeholders], num_tokens)
-    runs = (run for item in placeholders for run in item.runs())
-    return torch.cat([torch.arange(0), *(torch.arange(first, stop) for first, stop in runs)])
+    return torch.cat([torch.arange(0), *(item.columns for item in placeholders)])
 
 
 def check_rows(placeholders: Sequence[Placeholder], row_counts: Sequence[int]) -> None:
@@ -74,19 +67,14 @@ def check_rows(placeholders: Sequence[Placeholder], row_counts: Sequence[int]) -
             )
 
 
-def check_merge(text_ND: Tensor, visual_VD: Tensor, slots_V: Tensor) -> None:
-    """Refuse embeddings that cannot be merged: another number of rows than slots, or another width."""
+def merge_visual(text_ND: Tensor, visual_VD: Tensor, slots_V: Tensor) -> Tensor:
+    """Return the text's embeddings, in their dtype, with visual row i at column `slots_V[i]` (distinct)."""
     check_count(visual_VD.shape[0], slots_V.shape[0])
     if visual_VD.shape[1] != text_ND.shape[1]:
         raise InputError(
             f"visual embeddings are {visual_VD.shape[1]} wide, the text's {text_ND.shape[1]}; "
             f"split deepstack levels off first, or use the encoder of this decoder's checkpoint."
         )
-
-
-def merge_visual(text_ND: Tensor, visual_VD: Tensor, slots_V: Tensor) -> Tensor:
-    """Return the text's embeddings, in their dtype, with visual row i at column `slots_V[i]` (distinct)."""
-    check_merge(text_ND, visual_VD, slots_V)
     return text_ND.index_copy(0, slots_V, visual_VD.to(text_ND.dtype))
 
 
