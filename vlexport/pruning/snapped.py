@@ -20,9 +20,6 @@ steps at width 3,584, 4 at 16,384 and 13 at 20,480.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
@@ -79,7 +76,7 @@ def _whole(rows: Tensor, scale: Tensor) -> Tensor:
 
 def _scale(embeds_RD: Tensor, portable: bool) -> Tensor:
     """Return powers of two (R, 1) that bring the norm of every row of integers to at most 2**12."""
-    binades: Binades = FromComparisons.on(embeds_RD.device) if portable else FromBits()
+    binades = BinadesWithoutBits(embeds_RD.device) if portable else Binades()
     width = embeds_RD.shape[1]
     largest_R1 = embeds_RD.float().abs().amax(-1, keepdim=True)
     row_exponent_R1 = binades.exponent(largest_R1).clamp_min(SMALLEST_EXPONENT)
@@ -129,46 +126,35 @@ def stored(column_R1: Tensor) -> Tensor:
     return column_R1.as_strided(column_R1.shape, (1, 1))
 
 
-# torch reads an exponent from the bits. Graph formats have no bit cast (ONNX below opset 26, TensorRT): there
-# a logarithm proposes the exponent and comparisons with exact powers settle it.
-class Binades(Protocol):
-    """Both on float32 and integer tensors of any shape."""
+class Binades:
+    """By the layout of IEEE single precision, on float32 and integer tensors of any shape."""
 
     def exponent(self, values: Tensor) -> Tensor:
         """Return e with 2**(e - 1) <= value < 2**e, for positive normal values; any integer for others."""
-
-    def half(self, exponents: Tensor) -> Tensor:
-        """Return the k with 2**e <= 4**k and 4**k < 2**(e + 2), for exponents from -1 up."""
-
-    def power(self, exponents: Tensor) -> Tensor:
-        """Return 2**e in float32, with e brought into the range of normal numbers."""
-
-
-@dataclass(frozen=True, slots=True)
-class FromBits:
-    """By the layout of IEEE single precision."""
-
-    def exponent(self, values: Tensor) -> Tensor:
         return (values.view(torch.int32) >> FRACTION_BITS) - (BIAS - 1)
 
     def half(self, exponents: Tensor) -> Tensor:
-        """Shift: Inductor checks integer divisions for zero at every element."""
+        """Return the k with 2**e <= 4**k and 4**k < 2**(e + 2), for exponents from -1 up.
+
+        Shift: Inductor checks integer divisions for zero at every element.
+        """
         return (exponents + 1) >> 1
 
     def power(self, exponents: Tensor) -> Tensor:
+        """Return 2**e in float32, with e brought into the range of normal numbers."""
         return ((exponents.clamp(SMALLEST, LARGEST) + BIAS) << FRACTION_BITS).view(torch.float32)
 
 
-@dataclass(frozen=True, slots=True)
-class FromComparisons:
-    """By a table of powers, which becomes a constant of the graph."""
+class BinadesWithoutBits(Binades):
+    """By a table of powers, which becomes a constant of the graph.
 
-    powers: Tensor
+    Graph formats have no bit cast (ONNX below opset 26, TensorRT): there a logarithm proposes the exponent
+    and comparisons with exact powers settle it.
+    """
 
-    @classmethod
-    def on(cls, device: torch.device) -> FromComparisons:
+    def __init__(self, device: torch.device) -> None:
         """Make the table on a device; copying it there waits for the device, so trace this, do not run it."""
-        return cls(torch.tensor([2.0**e for e in range(SMALLEST, LARGEST + 1)], device=device))
+        self.powers = torch.tensor([2.0**e for e in range(SMALLEST, LARGEST + 1)], device=device)
 
     def exponent(self, values: Tensor) -> Tensor:
         """Take a logarithm, right to within one, then compare twice."""
