@@ -132,7 +132,24 @@ class TensorRt(Backend):
         assert isinstance(options, TensorRtOptions)
         if not self.targets:
             return None
-        return device_needs(options.profiles, tower, inputs, dtype)
+        weights = tower.stored(dtype, None)
+        calls: dict[str, int | None] = {}
+        for profile in options.profiles:
+            largest = {name: high for name, (_, _, high) in shapes_of(profile, inputs).items()}
+            input_bytes = sum(math.prod(largest[spec.name]) * SIZES[spec.dtype] for spec in inputs)
+            rows = largest["patches"][0]
+            calls[profile.name] = (
+                round(input_bytes + SCRATCH[dtype] * tower.block_values * ITEMSIZE[dtype] * rows)
+                if dtype in SCRATCH
+                else None
+            )
+        return DeviceNeeds(
+            # Layers in float32 that float16 may need are not counted.
+            engine=round(weights + KERNELS[dtype] * MIB * len(options.profiles)),
+            weights=weights,
+            calls=calls,
+            origin=SOURCE,
+        )
 
     def _targets(self, options: Options) -> tuple[str, ...]:
         requested = options.targets if isinstance(options, TensorRtOptions) else ()
@@ -231,26 +248,3 @@ def shapes_of(profile: ShapeProfile, inputs: Sequence[TensorSpec]) -> dict[str, 
                 f"image,video, or give limits by max_pixels, max_images and max_frames."
             )
     return shapes
-
-
-def device_needs(
-    profiles: Sequence[ShapeProfile], tower: TowerScale, inputs: Sequence[TensorSpec], dtype: str
-) -> DeviceNeeds:
-    """Return what an engine will take on a GPU; float32 layers that float16 may need are not counted."""
-    weights = tower.stored(dtype, None)
-    calls: dict[str, int | None] = {}
-    for profile in profiles:
-        largest = {name: high for name, (_, _, high) in shapes_of(profile, inputs).items()}
-        input_bytes = sum(math.prod(largest[spec.name]) * SIZES[spec.dtype] for spec in inputs)
-        rows = largest["patches"][0]
-        calls[profile.name] = (
-            round(input_bytes + SCRATCH[dtype] * tower.block_values * ITEMSIZE[dtype] * rows)
-            if dtype in SCRATCH
-            else None
-        )
-    return DeviceNeeds(
-        engine=round(weights + KERNELS[dtype] * MIB * len(profiles)),
-        weights=weights,
-        calls=calls,
-        origin=SOURCE,
-    )
