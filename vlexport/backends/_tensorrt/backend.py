@@ -222,17 +222,12 @@ class TensorRt(Backend):
 
 def write_model(graph: Graph, folder: Path) -> Path:
     """Write the graph as ONNX that the library's parser reads, weights next to it."""
-    import onnx_ir
-
     from vlexport.onnx import passes, to_onnx
 
     model = to_onnx.graph_model(graph, OPSET)
     passes.drop_unused(model)
-    for node in model.graph.all_nodes():
-        # The program's place on this machine does not belong in the engine.
-        node.metadata_props.pop("pkg.torch.onnx.stack_trace", None)
     path = folder / "model.onnx"
-    onnx_ir.save(model, path, external_data="model.weights", size_threshold_bytes=1024)
+    passes.save(model, path, "model.weights")
     return path
 
 
