@@ -18,6 +18,7 @@ from vlexport.backends._tensorrt import build_process, network_check, standalone
 from vlexport.backends._tensorrt.messages import Bounds, Job, Record
 from vlexport.backends.base import Backend, BuildLimits, Capability, EngineSpec, Options, Payloads, Progress
 from vlexport.bundle.user_folders import CacheFile
+from vlexport.codec import encode
 from vlexport.errors import UnsupportedError
 from vlexport.specs import Precision, ShapeProfile, TensorSpec
 from vlexport.target import NO_GPU, Target, device_here, platform_here
@@ -51,10 +52,7 @@ class TensorRtOptions(Options):
     limits: BuildLimits = field(default_factory=BuildLimits)
 
     def to_json(self) -> dict[str, object]:
-        profiles = {
-            profile.name: {str(symbol): [r.min, r.opt, r.max] for symbol, r in profile.ranges.items()}
-            for profile in self.profiles
-        }
+        profiles = {profile.name: encode(profile.ranges) for profile in self.profiles}
         return {"targets": list(self.targets), "profiles": profiles}
 
 
