@@ -129,11 +129,6 @@ def split_projections(model: ir.Model) -> int:
     return count
 
 
-def is_linear(node: ir.Node | None) -> bool:
-    """Return whether a node computes `x @ weight.T + bias`."""
-    return node is not None and len(node.inputs) == 3 and is_product(node)
-
-
 def is_product(node: ir.Node) -> bool:
     """Return whether a node computes `x @ weight.T`, with a bias or without."""
     if node.op_type != "Gemm":
@@ -143,7 +138,7 @@ def is_product(node: ir.Node) -> bool:
 
 
 def _linear(node: ir.Node | None) -> Linear | None:
-    if node is None or not is_linear(node):
+    if node is None or len(node.inputs) != 3 or not is_product(node):
         return None
     weight, bias = (constant_of(value) for value in node.inputs[1:])
     return None if weight is None or bias is None else Linear(node, weight.numpy(), bias.numpy())
