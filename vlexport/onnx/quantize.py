@@ -16,7 +16,7 @@ N rows, O outputs, C columns.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -41,13 +41,6 @@ MIDDLE: Final = 128
 # WORKAROUND(openvino 2026.4): it casts float32 to bfloat16 by cutting bits off, 0.28 % of a value on average.
 # What 2^16 + 1 times a value loses to float32 are the bits that bfloat16 does not have.
 SPLIT: Final = 2.0**16 + 1
-
-
-class Sized(Protocol):
-    """A tensor of any library."""
-
-    @property
-    def ndim(self) -> int: ...
 
 
 _INPUTS = {"A": "uint8", "B": "T", "a_scale": "float", "b_scale": "float"}
@@ -164,7 +157,7 @@ def _round_casts(graph: ir.Graph) -> None:
             cast.replace_input_with(0, nearest)
 
 
-def check_complete(stored: list[str], weights: Mapping[str, Sized]) -> None:
+def check_complete(stored: list[str], weights: Mapping[str, Tensor]) -> None:
     """Refuse a tower some of whose matrices stayed floating point: what is promised is not there."""
     missing = sorted(
         {name for name, weight in weights.items() if is_quantizable(name, weight.ndim)} - set(stored)
