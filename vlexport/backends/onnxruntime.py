@@ -244,7 +244,11 @@ def _session(model: bytes, weights: memoryview, options: Options) -> Any:
         settings, whole = _settings(options), bytes(weights)
         settings.log_severity_level = 3
         settings.add_external_initializers_from_files_in_memory([WEIGHTS], [whole], [len(whole)])
-        session = library.InferenceSession(model, settings, providers=_providers(provider))
+        import torch
+
+        # That of CUDA takes torch's current device, not the first.
+        chosen = provider if provider == CPU else (provider, {"device_id": torch.cuda.current_device()})
+        session = library.InferenceSession(model, settings, providers=[chosen])
     _require_provider(library, session, provider)
     return session
 
@@ -392,13 +396,6 @@ def no_cuda() -> str | None:
     if not torch.cuda.is_available():
         return "torch finds no GPU that it can use."
     return None
-
-
-def _providers(name: str) -> list[Any]:
-    """Return the provider of an engine; that of CUDA on torch's current device, not on the first."""
-    import torch
-
-    return [name] if name == CPU else [(name, {"device_id": torch.cuda.current_device()})]
 
 
 class _Runner(Runner):
