@@ -24,7 +24,8 @@ def unpruned_times(item: PlacedMedia, rule: PositionRule) -> Tensor:
     if item.modality == "image":
         return torch.zeros(1, dtype=torch.int64)
     seconds = 1.0 if item.seconds_per_grid is None else _as_float32(item.seconds_per_grid)
-    return _double_times(item.numbers, seconds * rule.tokens_per_second)
+    factor = seconds * rule.tokens_per_second
+    return (torch.tensor(item.numbers, dtype=torch.float64) * factor).trunc().to(torch.int64)
 
 
 def pruned_times(item: PlacedMedia, rule: PositionRule) -> Tensor:
@@ -36,9 +37,9 @@ def pruned_times(item: PlacedMedia, rule: PositionRule) -> Tensor:
             f"video at {item.offset} has no seconds_per_grid, and pruning needs it. "
             f"Pass temporal patch size / sampled frames per second, also with precomputed embeddings."
         )
-    seconds = _as_float32(item.seconds_per_grid)
     if rule.options.pruned_time == "float":
-        return _double_times(item.numbers, seconds * rule.tokens_per_second)
+        return unpruned_times(item, rule)
+    seconds = _as_float32(item.seconds_per_grid)
     return _scaled_times(item.numbers, rule.tokens_per_second * int(seconds))
 
 
@@ -64,10 +65,6 @@ def _scaled_times(numbers: Sequence[int], factor: float) -> Tensor:
     # The reference multiplies an int64 tensor by a Python float, which promotes to float32.
     product_T = torch.tensor(numbers, dtype=torch.float32) * torch.tensor(factor, dtype=torch.float32)
     return product_T.trunc().to(torch.int64)
-
-
-def _double_times(numbers: Sequence[int], factor: float) -> Tensor:
-    return (torch.tensor(numbers, dtype=torch.float64) * factor).trunc().to(torch.int64)
 
 
 def _as_float32(seconds: float) -> float:
