@@ -266,7 +266,7 @@ class _Pruning:
         self.grid, self.graphs = grid, graphs
         self.rows = torch.empty(grid[0] * 256, width, dtype=torch.bfloat16, device=device)
         self.refill(seed=0)
-        self.num_kept = num_kept = evs.retained_count(256, grid[0], RATE)
+        self.num_kept = num_kept = evs.EvsSelector().retained_count(256, grid[0], RATE)
         self.media = [
             PlacedMedia(modality="video", offset=7, length=num_kept, grid=grid, seconds_per_grid=1.0)
         ]

@@ -17,7 +17,7 @@ from benchmarks.plans import FULL
 from benchmarks.sizes import SIZES, WIDTHS, Cell, cells, planned, released, worst_share
 from benchmarks.towers import TowerSize, default_recipe, write_tower
 from tests.runtime.recorded import CHECKPOINT
-from vlexport.pruning.evs import retained_count
+from vlexport.pruning.evs import EvsSelector
 
 QUESTION = replace(FULL.questions[0], frames=4, side=56, new_tokens=3, rounds=2)
 
@@ -104,7 +104,7 @@ def test_a_share_is_of_rounds_of_tower_and_pruning():
 def test_what_follows_the_tower_keeps_and_numbers_as_the_runtime_does():
     tokens_RD = torch.randn(72, 32, generator=torch.Generator().manual_seed(0))
     embeds, positions = pruning.afterwards(GRID)(tokens_RD)
-    kept = retained_count(24, 3, pruning.RATE)
+    kept = EvsSelector().retained_count(24, 3, pruning.RATE)
     assert embeds.shape == (kept, 32)
     assert positions.table_RN.shape == (3, kept + sum(pruning.TEXT))
 

@@ -158,7 +158,7 @@ def test_pruning_adds_kept_and_mask_to_videos_and_leaves_images_alone(encode, im
     assert torch.equal(pruned["video.0.embeds"], whole["video.0.embeds"][kept])
     assert torch.equal(mask.nonzero().flatten(), kept)
     assert len(mask) == len(whole["video.0.embeds"])
-    assert len(kept) == evs.retained_count(12, 4, 0.5)
+    assert len(kept) == evs.EvsSelector().retained_count(12, 4, 0.5)
     assert torch.equal(pruned["image.0.embeds"], whole["image.0.embeds"])
     assert set(pruned) - set(whole) == {"video.0.kept", "video.0.mask"}
 

@@ -139,7 +139,7 @@ def embeddings(seed: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_pruning_and_positions_never_wait_for_the_device(dtype: torch.dtype) -> None:
     rows = embeddings(0, dtype)
-    num_kept = evs.retained_count(PER_FRAME, FRAMES, RATE)
+    num_kept = evs.EvsSelector().retained_count(PER_FRAME, FRAMES, RATE)
     media = [
         PlacedMedia(modality="video", offset=7, length=num_kept, grid=GRID, seconds_per_grid=1.0),
     ]

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.golden_data import cases
 from tests.pruning.masks import EVS_SNAP, retention_mask
 from vlexport.errors import InputError
-from vlexport.pruning.evs import EVS, EvsSelector, prune, retained_count
+from vlexport.pruning.evs import EVS, EvsSelector, prune
 from vlexport.pruning.selectors import MAX_WIDTH, eager
 from vlexport.pruning.vidcom2 import VidCom2Selector
 
@@ -30,6 +30,7 @@ WITH_NAN = [(number, case) for number, case in MASKS if case.meta["nan_count"]]
 # Half a step is the rounding itself; the rest is what rounding rows to whole numbers moves. Measured over
 # 64 x 3 rows of each width: at most 0.90 steps up to width 64, 1.07 up to 20480.
 MOST_STEPS_OFF = 1.5
+retained_count = EvsSelector().retained_count
 
 
 def video(frames, per_frame, width, dtype=torch.float32, seed=0):

@@ -14,7 +14,7 @@ from vlexport.recipes import nemotron_vl
 from tests.reference.processors import processor_module, video_class
 from vlexport.errors import LimitError
 from vlexport.media.sampling import Sampling, Timeline, choose
-from vlexport.pruning.evs import retained_count
+from vlexport.pruning.evs import EvsSelector
 from vlexport.runtime.embedding_cache import EmbeddingCache
 from vlexport.runtime.outputs import Encoded
 from vlexport.specs import MediaItem, Pixels
@@ -98,6 +98,7 @@ def test_a_frame_is_taken_from_its_very_tick_on() -> None:
 
 def test_counts_of_kept_tokens_are_exact_where_the_share_is_a_whole_number() -> None:
     """In doubles 1 - 0.9 is a little less than a tenth, and the reference truncates that product."""
+    retained_count = EvsSelector().retained_count
     for per_frame, frames, rate in product((1, 4, 10, 64), (1, 2, 10, 100), (0.0, 0.5, 0.75, 0.9, 0.99)):
         assert retained_count(per_frame, frames, rate) == max(per_frame, int(per_frame * frames * (1 - rate)))
     assert retained_count(10, 10, 0.9) == 10

@@ -15,7 +15,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from vlexport.pruning.evs import retained_count
 from vlexport.pruning.selectors import C, Selector
 
 # Multiples of the golden ratio are spread over the unit interval more evenly than those of any other number.
@@ -35,9 +34,6 @@ class Baseline(Selector):
 
     def least_kept(self, tokens_per_frame: C, frames: C) -> C:
         return tokens_per_frame
-
-    def retained_count(self, tokens_per_frame: int, frames: int, rate: float) -> int:
-        return retained_count(tokens_per_frame, frames, rate)
 
     def _random(self) -> torch.Generator:
         return torch.Generator().manual_seed(self.seed)

@@ -18,8 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vlexport.positions.rules import check_rate
-from vlexport.pruning.selectors import C, Selector, check_sizes
+from vlexport.pruning.selectors import C, Selector
 from vlexport.pruning.snapped import STEPS, snapped_distances, snapped_likeness
 
 MOST_ROWS = 1024
@@ -57,10 +56,6 @@ class DivPruneSelector(Selector):
 
     def least_kept(self, tokens_per_frame: C, frames: C) -> int:
         return 1
-
-    def retained_count(self, tokens_per_frame: int, frames: int, rate: float) -> int:
-        check_sizes(tokens_per_frame, frames)
-        return max(1, math.trunc(float(tokens_per_frame * frames) * (1.0 - check_rate(rate))))
 
     def scores(self, embeds_TND: Tensor, share: Tensor, num_kept: int = 0) -> Tensor:
         frames, num_tokens = embeds_TND.shape[:2]

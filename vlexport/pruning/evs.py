@@ -5,7 +5,6 @@ T frames, N tokens per frame, R = T * N rows, C = R - N rows that have a predece
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -13,9 +12,9 @@ import torch
 from torch import Tensor
 
 from vlexport.errors import InputError
-from vlexport.positions.rules import Grid, check_rate
+from vlexport.positions.rules import Grid
 from vlexport.pruning.cells import kept_frame_by_frame
-from vlexport.pruning.selectors import C, Pruned, Selection, Selector, check_sizes, eager, prune_by, ranks
+from vlexport.pruning.selectors import C, Pruned, Selection, Selector, eager, prune_by, ranks
 from vlexport.pruning.snapped import STEPS, snapped_dissimilarity, stored
 
 # Above every dissimilarity (at most about 2) and exact in every dtype: the first frame always survives.
@@ -51,7 +50,7 @@ class EvsSelector(Selector):
     def retained_count(self, tokens_per_frame: int, frames: int, rate: float) -> int:
         if self.by_frame:
             return kept_frame_by_frame(frames, tokens_per_frame, rate)
-        return retained_count(tokens_per_frame, frames, rate)
+        return Selector.retained_count(self, tokens_per_frame, frames, rate)
 
     @property
     def sums_are_exact(self) -> bool:
@@ -76,14 +75,6 @@ class EvsSelector(Selector):
 
 
 EVS = eager(EvsSelector())
-
-
-def retained_count(tokens_per_frame: int, frames: int, rate: float) -> int:
-    """Return how many video tokens survive pruning; never less than one frame's worth."""
-    check_sizes(tokens_per_frame, frames)
-    # Plain double arithmetic in this order: whatever sized the prompt's placeholder counts the same way.
-    share = 1.0 - check_rate(rate)
-    return max(tokens_per_frame, math.trunc(float(tokens_per_frame * frames) * share))
 
 
 def prune(

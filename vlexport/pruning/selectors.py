@@ -9,6 +9,7 @@ torch.compile, inside a captured graph, and as a package (compile.py).
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -56,8 +57,13 @@ class Selector(ABC):
     def least_kept(self, tokens_per_frame: C, frames: C) -> C | int:
         """Return the count below which pruning never goes: one frame's tokens, or one token a frame."""
 
-    @abstractmethod
-    def retained_count(self, tokens_per_frame: int, frames: int, rate: float) -> int: ...
+    def retained_count(self, tokens_per_frame: int, frames: int, rate: float) -> int:
+        """Return how many tokens survive pruning."""
+        check_sizes(tokens_per_frame, frames)
+        # Plain double arithmetic in this order: whatever sized the prompt's placeholder counts the same way.
+        share = 1.0 - check_rate(rate)
+        least = self.least_kept(tokens_per_frame, frames)
+        return max(least, math.trunc(float(tokens_per_frame * frames) * share))
 
     @abstractmethod
     def scores(self, embeds_TND: Tensor, share: Tensor, num_kept: int = 0) -> Tensor:

@@ -5,15 +5,13 @@ T frames, N tokens per frame, R = T * N rows, D width, E channels kept for compa
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vlexport.positions.rules import check_rate
-from vlexport.pruning.selectors import C, Selector, check_sizes
+from vlexport.pruning.selectors import C, Selector
 
 WIDTHS = (0.125, 0.25, 0.5, 1.0, 2.0)
 TEMPERATURE = 0.01
@@ -29,12 +27,6 @@ class VidCom2Selector(Selector):
 
     def least_kept(self, tokens_per_frame: C, frames: C) -> C:
         return frames
-
-    def retained_count(self, tokens_per_frame: int, frames: int, rate: float) -> int:
-        """Return the count: never less than one token per frame; the first frame has no privilege."""
-        check_sizes(tokens_per_frame, frames)
-        num_rows = tokens_per_frame * frames
-        return max(frames, min(math.trunc(num_rows * (1.0 - check_rate(rate))), num_rows))
 
     def scores(self, embeds_TND: Tensor, share: Tensor, num_kept: int = 0) -> Tensor:
         """Return the rank of each token, the least similar highest, those inside a frame's budget first."""
