@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -26,7 +26,7 @@ from vlexport.vision.attention.layout import CallLayout
 from vlexport.vision.attention.packing import Mixes, Structure
 from vlexport.vision.attention.segmentation import CallSizes
 from vlexport.vision.blocks import Block, FusedAttention, GeluMlp, LayerNorm, PatchKernel, PatchMerger
-from vlexport.vision.grid_tower import GridPacking
+from vlexport.vision.grid_tower import GridConfig, GridPacking
 from vlexport.vision.position_tables import resized_rows
 from vlexport.vision.preprocess import (
     HALVES,
@@ -59,23 +59,14 @@ FINAL_NORM = f"{TOWER}encoder.final_layernorm."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Config:
+class Config(GridConfig):
     """The numbers of config.json and preprocessor_config.json that shape graph and inputs.
 
     `table_sides` are those of the learned table of positions. The largest area of `rule` is a number of
     patches; images are made smaller, never larger.
     """
 
-    depth: int
-    width: int
-    heads: int
-    inner: int
-    out_width: int
     table_sides: tuple[int, ...]
-    rule: PatchRule
-
-    def with_input(self, dtype: str) -> Config:
-        return replace(self, rule=replace(self.rule, input_dtype=dtype))
 
     @classmethod
     def read(cls, checkpoint: Checkpoint) -> Config:

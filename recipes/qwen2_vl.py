@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from vlexport.checkpoint import MAX_LAYERS, Checkpoint
 from vlexport.recipe import LanguageRule, Limit, PromptRule, Recipe, own_text_model
 from vlexport.vision.blocks import Block, FusedAttention, LayerNorm, PatchMerger
-from vlexport.vision.grid_tower import GridPacking, GridTower
+from vlexport.vision.grid_tower import GridConfig, GridPacking, GridTower
 from vlexport.vision.packed_reference import PackedReference, packed_reference
-from vlexport.vision.preprocess import PatchRule, patch_rule, to_patches
+from vlexport.vision.preprocess import patch_rule, to_patches
 
 # transformers builds every norm of this tower with this constant.
 NORM_EPS = 1e-6
@@ -20,19 +20,10 @@ PREFIXES = ("visual.", "model.visual.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Config:
+class Config(GridConfig):
     """The numbers of config.json and preprocessor_config.json that shape graph and inputs."""
 
-    depth: int
-    width: int
-    heads: int
-    inner: int
-    out_width: int
     rope_theta: float
-    rule: PatchRule
-
-    def with_input(self, dtype: str) -> Config:
-        return replace(self, rule=replace(self.rule, input_dtype=dtype))
 
     @classmethod
     def read(cls, checkpoint: Checkpoint) -> Config:

@@ -19,10 +19,10 @@ from vlexport.vision import grid
 from vlexport.vision.attention.layout import CallLayout
 from vlexport.vision.attention.packing import Structure
 from vlexport.vision.blocks import Block, FusedAttention, GeluMlp, LayerNorm, PatchEmbed, PatchMerger
-from vlexport.vision.grid_tower import GridPacking, GridTower
+from vlexport.vision.grid_tower import GridConfig, GridPacking, GridTower
 from vlexport.vision.packed_reference import PackedReference, packed_reference
 from vlexport.vision.position_tables import rows_between
-from vlexport.vision.preprocess import HALVES, PatchRule, by_volume, patch_rule, to_patches
+from vlexport.vision.preprocess import HALVES, by_volume, patch_rule, to_patches
 
 # transformers builds every norm of this tower with this constant.
 NORM_EPS = 1e-6
@@ -32,25 +32,16 @@ STORED = {"ln_q": "norm", "mlp.0": "linear_fc1", "mlp.2": "linear_fc2", "mlp.fc"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Config:
+class Config(GridConfig):
     """The numbers of config.json and preprocessor_config.json that shape graph and inputs.
 
     table_side    rows and columns of the position table
     level_blocks  the blocks after which a level leaves the tower
     """
 
-    depth: int
-    width: int
-    heads: int
-    inner: int
-    out_width: int
     table_side: int
     level_blocks: tuple[int, ...]
     rope_theta: float
-    rule: PatchRule
-
-    def with_input(self, dtype: str) -> Config:
-        return replace(self, rule=replace(self.rule, input_dtype=dtype))
 
     @property
     def levels(self) -> dict[str, int]:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +26,21 @@ from vlexport.vision.tower import StagedTower
 FRAME = Segmentation(name="frame")
 # Cells along the side of what serves as a window in the mixes of families that have none.
 NO_WINDOW = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GridConfig:
+    """The numbers that shape a tower of blocks over merged cells; it takes normalised pixels or bytes."""
+
+    depth: int
+    width: int
+    heads: int
+    inner: int
+    out_width: int
+    rule: PatchRule
+
+    def with_input(self, dtype: str) -> Self:
+        return replace(self, rule=replace(self.rule, input_dtype=dtype))
 
 
 class GridPacking(Packing):
