@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
-
-from torch import Tensor
 
 from vlexport.checkpoint import MAX_LAYERS, Checkpoint
 from vlexport.recipe import LanguageRule, Limit, PromptRule, Recipe, own_text_model
@@ -97,20 +94,7 @@ def reference(checkpoint: Checkpoint) -> PackedReference:
         Qwen2_5_VisionTransformerPretrainedModel,
         dict(checkpoint.view.section("vision_config").items()),
         lambda module: checkpoint.load_into(module, prefixes=PREFIXES, dtype="float32"),
-        window_order,
     )
-
-
-def window_order(tower: Any, grids_I3: Tensor) -> Tensor:
-    from transformers.vision_utils import get_vision_window_index
-
-    order_M, _ = get_vision_window_index(
-        grids_I3,
-        spatial_merge_size=tower.spatial_merge_size,
-        window_size=tower.window_size,
-        patch_size=tower.patch_size,
-    )
-    return order_M
 
 
 SLOTS = {"image": "<|image_pad|>", "video": "<|video_pad|>"}

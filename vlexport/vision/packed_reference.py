@@ -13,16 +13,12 @@ from torch import Tensor, nn
 from vlexport.specs import MediaItem
 from vlexport.vision.attention.segmentation import take_cells
 
-# From a tower and the grids of a call, the order in which its blocks see merged cells.
-Order = Callable[[Any, Tensor], Tensor]
-
 
 class PackedReference:
     """A vision tower of transformers in float32, attention by SDPA."""
 
-    def __init__(self, module: nn.Module, order: Order | None) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self.module = module.eval()
-        self.order = order
 
     @torch.inference_mode()
     def run(self, items: Sequence[MediaItem]) -> dict[str, Tensor]:
@@ -34,8 +30,10 @@ class PackedReference:
 
     def blocks(self, items: Sequence[MediaItem]) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
         tower: Any = self.module
-        order = self.order(tower, _grids(items)) if self.order else None
-        undo = None if order is None else torch.argsort(self._parts(items).get("window_index", order))
+        undo = None
+        if hasattr(tower, "window_size"):
+            order_M, _ = self._windows(_grids(items))
+            undo = torch.argsort(self._parts(items).get("window_index", order_M))
         unit: int = tower.spatial_merge_size**2
         taken: list[tuple[Tensor, Tensor]] = []
 
@@ -70,9 +68,7 @@ class PackedReference:
             "cu_seqlens": _bounds_of(there_N, bounds),
         }
         if hasattr(tower, "window_size"):
-            order_M, bounds = vision_utils.get_vision_window_index(
-                grids_I3, spatial_merge_size=merge, window_size=tower.window_size, patch_size=tower.patch_size
-            )
+            order_M, bounds = self._windows(grids_I3)
             in_order_M = there_M[order_M]
             parts["window_index"] = (there_M.cumsum(0) - 1)[order_M][in_order_M]
             parts["cu_window_seqlens"] = _bounds_of(in_order_M.repeat_interleave(merge**2), bounds)
@@ -87,13 +83,23 @@ class PackedReference:
             parts["interp_indices"], parts["interp_weights"] = (rows[there_N] for rows in table)
         return parts
 
+    def _windows(self, grids_I3: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the order in which blocks see merged cells, and the bounds of windows."""
+        from transformers.vision_utils import get_vision_window_index
+
+        tower: Any = self.module
+        merge, window, patch = tower.spatial_merge_size, tower.window_size, tower.patch_size
+        windows: tuple[Tensor, Tensor] = get_vision_window_index(
+            grids_I3, spatial_merge_size=merge, window_size=window, patch_size=patch
+        )
+        return windows
+
 
 def packed_reference(
     config: Callable[..., Any],
     tower: Callable[[Any], nn.Module],
     settings: Mapping[str, object],
     load: Callable[[nn.Module], None],
-    order: Order | None = None,
 ) -> PackedReference:
     """Build a class of transformers with the settings of config.json; `load` gives it the weights."""
     options = {name: value for name, value in settings.items() if name != "model_type"}
@@ -103,7 +109,7 @@ def packed_reference(
     load(module)
     # Its table is a buffer outside the state, so it has to be made anew off the meta device.
     module.rotary_pos_emb = type(module.rotary_pos_emb)(vision)
-    return PackedReference(module, order)
+    return PackedReference(module)
 
 
 def _bounds_of(there_N: Tensor, bounds_B: Tensor) -> Tensor:
