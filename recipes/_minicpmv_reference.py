@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import CheckpointError
 from vlexport.specs import MediaItem
+from vlexport.vision.packed_reference import with_blocks
 from vlexport.vision.slices import Slice, groups_of, image_of_rows
 
 PARTS = ("vpm.", "resampler.")
@@ -212,17 +212,7 @@ class SliceReference:
         return torch.from_numpy((row[:, None] * side + column).ravel())
 
     def blocks(self, items: Sequence[MediaItem]) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
-        taken: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
-
-        def keep(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            taken.setdefault(layer, []).append((inputs[0][0], output[0]))
-
-        with ExitStack() as hooks:
-            for layer in self.encoder.encoder.layers:
-                hooks.callback(layer.register_forward_hook(keep).remove)
-            outputs = self.run(items)
-        pairs = (zip(*calls, strict=True) for calls in taken.values())
-        return outputs, [(torch.cat(before), torch.cat(after)) for before, after in pairs]
+        return with_blocks(self.encoder.encoder.layers, lambda: self.run(items), lambda rows: rows[0])
 
 
 class SingleQuery(nn.Module):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, ClassVar
@@ -32,6 +31,7 @@ from vlexport.vision.attention.packing import Mixes, Packing, Structure
 from vlexport.vision.attention.segmentation import CallSizes, Segments
 from vlexport.vision.blocks import Block, FusedAttention, GeluMlp, LayerNorm, RMSNorm
 from vlexport.vision.grid_tower import GridPacking
+from vlexport.vision.packed_reference import with_blocks
 from vlexport.vision.position_tables import rows_between
 from vlexport.vision.preprocess import (
     CLIP,
@@ -628,22 +628,8 @@ class ItemByItem:
     @torch.inference_mode()
     def blocks(self, items: Sequence[MediaItem]) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
         model: Any = self.module
-        taken: list[list[tuple[Tensor, Tensor]]] = []
-
-        def keep(_: nn.Module, arguments: tuple[Tensor, ...], result: Tensor) -> None:
-            taken[-1].append((arguments[0].flatten(0, 1), result.flatten(0, 1)))
-
-        with ExitStack() as hooks:
-            for layer in model.vision_model.encoder.layer:
-                hooks.callback(layer.register_forward_hook(keep).remove)
-            tokens = []
-            for item in items:
-                taken.append([])
-                tokens.append(self.tokens(item))
-        return {"embeds": torch.cat(tokens)}, [
-            (torch.cat([before for before, _ in stage]), torch.cat([result for _, result in stage]))
-            for stage in zip(*taken, strict=True)
-        ]
+        layers = model.vision_model.encoder.layer
+        return with_blocks(layers, lambda: self.run(items), lambda rows: rows.flatten(0, 1))
 
 
 def radio_sizes(args: Mapping[str, Any]) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -30,20 +30,12 @@ class PackedReference:
 
     def blocks(self, items: Sequence[MediaItem]) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
         tower: Any = self.module
-        undo = None
+        unit: int = tower.spatial_merge_size**2
+        undo: Tensor | None = None
         if hasattr(tower, "window_size"):
             order_M, _ = self._windows(_grids(items))
             undo = torch.argsort(self._parts(items).get("window_index", order_M))
-        unit: int = tower.spatial_merge_size**2
-        taken: list[tuple[Tensor, Tensor]] = []
-
-        def keep(_: nn.Module, arguments: tuple[Tensor, ...], result: Tensor) -> None:
-            taken.append((take_cells(arguments[0], undo, unit), take_cells(result, undo, unit)))
-
-        with ExitStack() as hooks:
-            for block in tower.blocks:
-                hooks.callback(block.register_forward_hook(keep).remove)
-            return self.run(items), taken
+        return with_blocks(tower.blocks, lambda: self.run(items), lambda rows: take_cells(rows, undo, unit))
 
     def _parts(self, items: Sequence[MediaItem]) -> dict[str, Tensor]:
         """Return what a class of transformers is told where items are some of their cells, else nothing.
@@ -93,6 +85,28 @@ class PackedReference:
             grids_I3, spatial_merge_size=merge, window_size=window, patch_size=patch
         )
         return windows
+
+
+def with_blocks(
+    blocks: Iterable[nn.Module], run: Callable[[], dict[str, Tensor]], rows_of: Callable[[Tensor], Tensor]
+) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
+    """Return the outputs of a run, and the rows that each block took and gave in all of its calls."""
+    taken: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
+
+    def keep(block: nn.Module, arguments: tuple[Tensor, ...], result: Tensor) -> None:
+        taken.setdefault(block, []).append((rows_of(arguments[0]), rows_of(result)))
+
+    with ExitStack() as hooks:
+        for block in blocks:
+            hooks.callback(block.register_forward_hook(keep).remove)
+        outputs = run()
+    pairs = (zip(*calls, strict=True) for calls in taken.values())
+    return outputs, [(_joined(before), _joined(after)) for before, after in pairs]
+
+
+def _joined(parts: tuple[Tensor, ...]) -> Tensor:
+    # The rows of a single call are not copied.
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def packed_reference(
