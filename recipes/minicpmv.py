@@ -65,27 +65,20 @@ MARKERS = {"image": "(<image>./</image>)", "video": "(<video>./</video>)"}
 
 # Only slots take embeddings, in the order in which groups leave the engine: the overview of an image first,
 # then its cells row by row; the frames of a video in time.
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SliceWords:
-    """Differences between releases of a family.
+def image_text(number: int | None, cut: Size | None, queries: int, *, cells_apart: bool) -> str:
+    """Write the text of one image, which begins with its number if it has one.
 
-    numbered      every image begins with its number
-    cells_apart   each cell has a pair of words of its own; else all cells share one pair, and each stands
-                  between the words of an image
+    `cells_apart`: each cell has a pair of words of its own; else all cells share one pair, and each stands
+    between the words of an image.
     """
-
-    numbered: bool
-    cells_apart: bool
-
-    def image(self, number: int, cut: tuple[int, int] | None, queries: int) -> str:
-        label = f"<image_id>{number}</image_id>" if self.numbered else ""
-        whole = label + _between("image", queries)
-        if cut is None:
-            return whole
-        rows, columns = cut
-        cell = _between("slice" if self.cells_apart else "image", queries)
-        cells = "\n".join([cell * columns] * rows)
-        return whole + (cells if self.cells_apart else f"<slice>{cells}</slice>")
+    label = "" if number is None else f"<image_id>{number}</image_id>"
+    whole = label + _between("image", queries)
+    if cut is None:
+        return whole
+    rows, columns = cut
+    cell = _between("slice" if cells_apart else "image", queries)
+    cells = "\n".join([cell * columns] * rows)
+    return whole + (cells if cells_apart else f"<slice>{cells}</slice>")
 
 
 def video_text(groups: int, queries: int) -> str:
@@ -97,10 +90,6 @@ def _between(word: str, queries: int) -> str:
     return f"<{word}>{SLOT * queries}</{word}>"
 
 
-EARLY_WORDS = SliceWords(numbered=False, cells_apart=False)
-LATER_WORDS = SliceWords(numbered=True, cells_apart=True)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
     """Differences between releases; the fields without a word here are those of `TowerSizes`.
@@ -109,7 +98,7 @@ class Variant:
     ignored  parts below `vpm.` that are never read
     decoder  the type of the language model in transformers
     scaled   the decoder scales embeddings, branches and logits, which that type does not
-    words    how images stand in a prompt
+    early    images have no numbers, and their cells share a pair of words
     """
 
     learned_tables: bool = False
@@ -124,7 +113,7 @@ class Variant:
     ignored: tuple[str, ...] = ("head.",)
     decoder: str = "llama"
     scaled: bool = False
-    words: SliceWords = LATER_WORDS
+    early: bool = False
 
 
 VARIANTS = {
@@ -132,11 +121,11 @@ VARIANTS = {
         learned_tables=True,
         videos=False,
         scaled=True,
-        words=EARLY_WORDS,
+        early=True,
         ignored=("attn_pool.", "head."),
         names=(("embed.", "patch_embed.proj."), ("positions", "pos_embed")),
     ),
-    "2.5": Variant(grid_in_tower=False, videos=False, words=EARLY_WORDS),
+    "2.5": Variant(grid_in_tower=False, videos=False, early=True),
     "2.6": Variant(decoder="qwen2"),
     "4.0": Variant(),
     "4.5": Variant(frame_times=True, decoder="qwen3"),
@@ -267,7 +256,7 @@ class Config:
         for name, expected in (("patch_size", patch), ("image_feature_size", tower.queries)):
             if (stored := settings.get_int(name, expected)) != expected:
                 settings.refuse(name, stored, f"{expected}, as config.json has it")
-        numbered = variant.words.numbered and settings.get_bool("use_image_id", True)
+        numbered = not variant.early and settings.get_bool("use_image_id", True)
         cut = slice_rule(settings, patch)
         return cls(version=version, depth=depth, tower=tower, cut=cut, numbered=numbered)
 
@@ -764,8 +753,8 @@ def expand(config: Config, item: PromptItem) -> str:
     queries = config.tower.queries
     if item.kind == "video":
         return video_text(item.num_rows // queries, queries)
-    words = replace(config.variant.words, numbered=config.numbered)
-    return words.image(item.number, cut_of(item.item), queries)
+    number = item.number if config.numbered else None
+    return image_text(number, cut_of(item.item), queries, cells_apart=not config.variant.early)
 
 
 def reference(checkpoint: Checkpoint) -> Reference:

@@ -16,13 +16,13 @@ from vlexport.recipes._minicpmv_reference import resized
 from vlexport.recipes.minicpmv import (
     SLOT,
     SliceRule,
-    SliceWords,
     best_cut,
     cell_size,
     check_items,
     cut_of,
     fitted,
     frame_numbers,
+    image_text,
     in_groups,
     to_slices,
     video_text,
@@ -335,10 +335,10 @@ def test_items_that_contradict_themselves_are_refused() -> None:
 
 
 def test_numbers_may_be_left_out_and_every_slice_has_a_run_of_its_own() -> None:
-    words = SliceWords(numbered=False, cells_apart=True)
-    assert words.image(1, (1, 2), 1) == "<image><unk></image><slice><unk></slice><slice><unk></slice>"
-    assert words.image(0, (3, 3), 64).count(SLOT * 64) == 10
-    assert words.image(0, (3, 3), 64).count(SLOT) == 640
+    text = image_text(None, (1, 2), 1, cells_apart=True)
+    assert text == "<image><unk></image><slice><unk></slice><slice><unk></slice>"
+    assert image_text(None, (3, 3), 64, cells_apart=True).count(SLOT * 64) == 10
+    assert image_text(None, (3, 3), 64, cells_apart=True).count(SLOT) == 640
 
 
 def test_a_video_has_a_run_for_each_group_and_no_number() -> None:

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoTokenizer, BatchFeature, PreTrainedTokenizerFast, Qwen3Config, SiglipVisionConfig
 from transformers.image_processing_utils import BaseImageProcessor
 from transformers.processing_utils import ProcessorMixin
-from vlexport.recipes.minicpmv import EARLY_WORDS, LATER_WORDS, SliceRule, best_cut, to_slices
+from vlexport.recipes.minicpmv import SliceRule, best_cut, image_text, to_slices
 
 from vlexport.specs import Pixels
 from vlexport.vision.slices import slice_sizes
@@ -95,8 +95,13 @@ class MiniCPMVImageProcessor(BaseImageProcessor):
     ) -> str:
         grid = self.get_sliced_grid(image_size, max_slice_nums)
         early = self.version in ("2.0", "2.5")
-        words = EARLY_WORDS if early or not use_image_id else LATER_WORDS
-        text: str = words.image(image_idx, grid and (grid[1], grid[0]), self.image_feature_size)
+        apart = not early and use_image_id
+        text: str = image_text(
+            image_idx if apart else None,
+            grid and (grid[1], grid[0]),
+            self.image_feature_size,
+            cells_apart=apart,
+        )
         return text
 
 
