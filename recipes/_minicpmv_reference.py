@@ -280,6 +280,7 @@ def resized(table: Tensor, piece: Slice, *, antialias: bool) -> Tensor:
 
 
 def slice_reference(checkpoint: Checkpoint) -> SliceReference:
+    """Return the tower of transformers and the attention of torch with the same weights, nothing packed."""
     from transformers import Idefics2VisionConfig
     from transformers.models.idefics2.modeling_idefics2 import Idefics2VisionTransformer
 

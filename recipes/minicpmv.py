@@ -29,7 +29,6 @@ from vlexport.recipe import (
     PromptItem,
     PromptRule,
     Recipe,
-    Reference,
     folded_scales,
     known_text_model,
 )
@@ -735,10 +734,6 @@ def _block(sizes: TowerSizes) -> Block:
     )
 
 
-def text_model(checkpoint: Checkpoint) -> nn.Module:
-    return known_text_model(checkpoint, VARIANTS[version_of(checkpoint.view)].decoder)
-
-
 def decoder_scales(checkpoint: Checkpoint) -> Mapping[str, float]:
     """Return factors of the oldest decoder: of embeddings, of what each branch adds, of the output layer."""
     view = checkpoint.view
@@ -757,14 +752,8 @@ def expand(config: Config, item: PromptItem) -> str:
     return image_text(number, cut_of(item.item), queries, cells_apart=not config.variant.early)
 
 
-def reference(checkpoint: Checkpoint) -> Reference:
-    """Return the tower of transformers and the attention of torch with the same weights, nothing packed."""
-    slow: Reference = slice_reference(checkpoint)
-    return slow
-
-
 LANGUAGE: LanguageRule[Config] = LanguageRule(
-    build=text_model,
+    build=lambda checkpoint: known_text_model(checkpoint, VARIANTS[version_of(checkpoint.view)].decoder),
     prefixes=("llm.model.",),
     heads=("llm.lm_head.weight",),
     scales=decoder_scales,
@@ -782,7 +771,7 @@ RECIPE = Recipe(
     modules=Tower,
     stored_names=stored_names,
     preprocess=preprocess,
-    reference=reference,
+    reference=slice_reference,
     position_rule="linear",
     pruning_rule=None,
     language=LANGUAGE,
