@@ -469,10 +469,10 @@ class SlicePacking(Packing):
         "group_sizes": Symbol("groups"),
         "frame_numbers": Symbol("slices"),
     }
-    per_patch = (
-        "position_ids", "cells", "frames",
+    weights: ClassVar[tuple[str, ...]] = (
         "row_weights", "column_weights", "key_row_weights", "key_column_weights",
     )  # fmt: skip
+    per_patch = ("position_ids", "cells", "frames", *weights)
 
     def __init__(self, config: Config) -> None:
         self.rule, self.tower = config.cut, config.tower
@@ -522,14 +522,9 @@ class SlicePacking(Packing):
         if not sizes.learned_tables:
             return {}
         _, cell_N2, sides_N2 = cells_of(structure["slices"], order_M)
-        rows, columns = resize_weights(cell_N2, sides_N2, sizes.side, antialias=True)
-        key_rows, key_columns = resize_weights(cell_N2, sides_N2, sizes.query_side, antialias=False)
-        return {
-            "row_weights": rows,
-            "column_weights": columns,
-            "key_row_weights": key_rows,
-            "key_column_weights": key_columns,
-        }
+        patches = resize_weights(cell_N2, sides_N2, sizes.side, antialias=True)
+        keys = resize_weights(cell_N2, sides_N2, sizes.query_side, antialias=False)
+        return dict(zip(self.weights, (*patches, *keys), strict=True))
 
     def sizes(self, bounds: MediaBounds | None) -> CallSizes:
         if bounds is None:
@@ -570,31 +565,19 @@ class SlicePacking(Packing):
     def mixes(self) -> Mixes:
         side = self.tower.side
         half = min(max(2, side // 2), 7)  # wide towers are checked on few patches
-        images: Mixes = {
-            "one": [("image", (1, half, half + 1))],
-            "one patch": [("image", (1, 1, 1))],
-            "very wide": [("image", (1, 1, 2 * side + 1))],
-            "very tall": [("image", (1, 2 * side + 1, 1))],
-            "whole table": [("image", (1, side, side))],
-            "beyond the table": [("image", (1, side + 2, 4))],
-            "unsorted": [("image", (1, half, 3)), ("image", (1, 2, 2)), ("image", (1, 3, half))],
+        sizes = {
+            "one": [(half, half + 1)],
+            "one patch": [(1, 1)],
+            "very wide": [(1, 2 * side + 1)],
+            "very tall": [(2 * side + 1, 1)],
+            "whole table": [(side, side)],
+            "beyond the table": [(side + 2, 4)],
+            "unsorted": [(half, 3), (2, 2), (3, half)],
             # Two of each length: graphs are traced with it, and no size may be 1 there.
-            "album": [
-                ("image", (1, half, half + 1)),
-                ("image", (1, 2, 3)),
-                ("image", (1, 2, side)),
-                ("image", (1, half + 1, half)),
-                ("image", (1, 3, 2)),
-                ("image", (1, side, 2)),
-            ],
-            "mix": [
-                ("image", (1, half, half + 1)),
-                ("image", (1, 2, 3)),
-                ("image", (1, half, half)),
-                ("image", (1, 3, 2)),
-                ("image", (1, side, 2)),
-            ],
+            "album": [(half, half + 1), (2, 3), (2, side), (half + 1, half), (3, 2), (side, 2)],
+            "mix": [(half, half + 1), (2, 3), (half, half), (3, 2), (side, 2)],
         }
+        images: Mixes = {name: [("image", (1, *size)) for size in mix] for name, mix in sizes.items()}
         return {**images, **_video_mixes(half)} if self.videos else images
 
 
