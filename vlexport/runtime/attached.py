@@ -24,9 +24,10 @@ from vlexport.specs import MediaItem
 from vlexport.system import give_back
 from vlexport.vision.features.classes import METHOD, ReadWeights, feature_class, outputs_of
 from vlexport.vision.features.packing import ImagePacking
-from vlexport.vision.features.pixels import OF_GRIDS, PictureRule, cell_by_cell, to_rows
+from vlexport.vision.features.pixels import OF_GRIDS, PictureRule, cell_by_cell
 from vlexport.vision.features.tower import GRIDS, MERGES, NESTED, PATCHES, PICTURE, RASTER, STRIP
 from vlexport.vision.preprocess import cut
+from vlexport.vision.slices import rows_of_image
 
 VIDEOS = "get_video_features"
 MEDIA = {METHOD: "image", VIDEOS: "video"}
@@ -468,7 +469,7 @@ class _Features:
                 f"pixels {list(images.shape)} given, images [3, {side}, {side}] expected by the engine. Use "
                 "the checkpoint's own processor."
             )
-        return to_rows(images.float(), self.packing.rule.patch), [(1, across, across)] * len(images)
+        return rows_of_image(images.float(), self.packing.rule.patch), [(1, across, across)] * len(images)
 
     def _taken(self) -> Sequence[Encoded] | None:
         """Return the items of this call if their rows are at hand; a class's only method takes all."""

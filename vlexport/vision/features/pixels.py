@@ -31,6 +31,7 @@ from vlexport.vision.preprocess import (
     seconds_per_grid,
     to_patches,
 )
+from vlexport.vision.slices import rows_of_image
 
 # Pixels of a side, or tiles, that settings may name: twice what released models have.
 MOST = 8192
@@ -363,7 +364,7 @@ def to_item(
                 f"first). Pass frames as images, one by one. {ENCODE_ITEMS}"
             )
         images_BCSS, across = torch.cat(images), rule.side // rule.patch
-        rows = to_rows(images_BCSS, rule.patch)
+        rows = rows_of_image(images_BCSS, rule.patch)
         num_frames, tiles = (1, len(images_BCSS)) if pixels.kind == "image" else (len(images_BCSS), 1)
         grid = (num_frames, tiles * across, across)
     elif pixels.kind == "video" and by_area:
@@ -427,13 +428,6 @@ def _up_to(settings: Mapping[str, Any], patch: int, merge: int, most: int) -> Pa
         patch=patch, merge=merge, temporal=1, mean=mean, std=std, rescale=rescale, resample=3,
         image=bounds, video=bounds,
     )  # fmt: skip
-
-
-def to_rows(images_TCSS: Tensor, patch: int) -> Tensor:
-    """Cut images into rows of patches, row by row; values lie channel by channel."""
-    tiles = images_TCSS.unfold(2, patch, patch).unfold(3, patch, patch)
-    rows: Tensor = tiles.permute(0, 2, 3, 1, 4, 5).reshape(-1, images_TCSS.shape[1] * patch**2)
-    return rows
 
 
 def to_images(patches_NP: Tensor, count: int, side: int, patch: int) -> Tensor:
