@@ -20,10 +20,8 @@ def doubling(smallest: int, largest: int) -> tuple[int, ...]:
             f"A batch of max_items needs a budget of as many tokens; lower max_items or raise the largest."
         )
     budgets = [smallest]
-    while budgets[-1] * 2 <= largest:
-        budgets.append(budgets[-1] * 2)
-    if budgets[-1] < largest:
-        budgets.append(largest)
+    while budgets[-1] < largest:
+        budgets.append(min(budgets[-1] * 2, largest))
     return tuple(budgets)
 
 
@@ -32,10 +30,8 @@ def max_windows(budget: int, max_items: int, max_frames: int, window_side: int) 
     return min(budget, max(max_items, max_frames) + -(-budget // window_side))
 
 
-def refill(buffer: Tensor, values: Tensor | None, padding: Padding) -> None:
+def refill(buffer: Tensor, values: Tensor, padding: Padding) -> None:
     """Copy values into a captured buffer and pad the rest: bounds by their last value, all else by 0."""
-    if values is None:
-        return
     if buffer.ndim == 0:
         buffer.copy_(values)
         return
