@@ -117,7 +117,6 @@ class FusedAttention(nn.Module):
 
     def forward(self, x_NC: Tensor, view: View) -> Tensor:
         # Rows of one axis: `onnx/passes.py` gives each of them a product of its own.
-        # Rows of one axis: `onnx/passes.py` gives each of them a product of its own.
         parts = self.qkv(x_NC).unflatten(-1, (3, self.heads, -1)).unbind(1)
         if self.neighbours:
             parts = (*map(in_halves, parts[:2]), parts[2])

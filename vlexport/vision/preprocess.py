@@ -277,16 +277,11 @@ def to_patches(rule: PatchRule, pixels: Pixels) -> MediaItem:
     if short:
         frames_TCHW = torch.cat([frames_TCHW, frames_TCHW[-1:].expand(short, -1, -1, -1)])
     pixels_TCHW = frames_TCHW if rule.input_dtype == BYTES else rule.levels.normalise(frames_TCHW)
-    rows_NP = cut(pixels_TCHW, rule)
-    grid = (
-        len(frames_TCHW) // rule.temporal,
-        frames_TCHW.shape[2] // rule.patch,
-        frames_TCHW.shape[3] // rule.patch,
-    )
+    down, across = (side // rule.patch for side in frames_TCHW.shape[2:])
     return MediaItem(
         kind=pixels.kind,
-        patches=rows_NP,
-        grid=grid,
+        patches=cut(pixels_TCHW, rule),
+        grid=(len(frames_TCHW) // rule.temporal, down, across),
         seconds_per_grid=seconds_per_grid(pixels, rule.temporal),
         frame_seconds=frame_seconds(pixels, rule.temporal),
     )

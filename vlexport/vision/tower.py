@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import ClassVar, Self, cast
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -77,10 +77,9 @@ class Typed(nn.Module):
 
     def forward(self, *arguments: object) -> Tensor:
         # Layouts come as something else than a tensor, and keeps its types.
-        floats = (isinstance(argument, Tensor) and argument.is_floating_point() for argument in arguments)
         typed = [
-            cast("Tensor", argument).to(self.inner) if is_float else argument
-            for argument, is_float in zip(arguments, floats, strict=True)
+            value.to(self.inner) if isinstance(value, Tensor) and value.is_floating_point() else value
+            for value in arguments
         ]
         result: Tensor = self.module(*typed)
         return result.to(self.outer)
