@@ -11,6 +11,7 @@ D head width, Q queries.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -39,10 +40,8 @@ def pack(segments: Segments, capacity: int) -> tuple[Tensor, Tensor]:
         starts[segment] = row * capacity + capacity - room
         if room > length:
             free.setdefault(room - length, []).append(row)
-    within_M = torch.arange(len(segments.order_M)) - torch.repeat_interleave(
-        segments.lengths_S.cumsum(0) - segments.lengths_S, segments.lengths_S
-    )
-    place_M = torch.repeat_interleave(torch.tensor(starts), segments.lengths_S) + within_M
+    shift_S = torch.tensor(starts) - (segments.lengths_S.cumsum(0) - segments.lengths_S)
+    place_M = torch.arange(len(segments.order_M)) + torch.repeat_interleave(shift_S, segments.lengths_S)
     slot_M = torch.empty_like(place_M)
     slot_M[segments.order_M] = place_M
     number_S = torch.full((rows * capacity,), -1)
@@ -128,7 +127,7 @@ class BucketAttention(NamedTuple):
 def tables(kind: Segmentation, cut: Cut, unit: int, slots: int) -> dict[str, Tensor]:
     """List for each bucket which slot each place takes and how many rows are real; and where all went."""
     bucket_F = _buckets(cut.lengths_S)
-    lengths, starts = cut.lengths_S, cut.lengths_S.cumsum(0) - cut.lengths_S
+    lengths, slots_of = cut.lengths_S, cut.slot_M.split(cut.lengths_S.tolist())
     tables: dict[str, Tensor] = {}
     place_S, row_F = torch.zeros(slots, dtype=torch.int64), torch.zeros(len(lengths), dtype=torch.int64)
     base = rows = 0
@@ -138,8 +137,8 @@ def tables(kind: Segmentation, cut: Cut, unit: int, slots: int) -> dict[str, Ten
         cells = torch.zeros(max(1, len(chosen)), longest, dtype=torch.int64)
         counts = torch.ones(max(1, len(chosen)), dtype=torch.int64)
         for row, segment in enumerate(chosen.tolist()):
-            length = int(lengths[segment])
-            taken = cut.slot_M[int(starts[segment]) : int(starts[segment]) + length]
+            taken = slots_of[segment]
+            length = len(taken)
             cells[row, :length] = taken
             counts[row] = length * unit
             place_S[taken] = base + row * longest + torch.arange(length)
@@ -157,9 +156,7 @@ def _buckets(lengths_F: Tensor) -> Tensor:
     """Return the bucket of every segment: the two cuts between distinct lengths that waste the least work."""
     distinct, counts = lengths_F.unique(return_counts=True)
     sizes, numbers = distinct.tolist(), counts.tolist()
-    before = [0]
-    for number in numbers:
-        before.append(before[-1] + number)
+    before = [0, *accumulate(numbers)]
 
     def work(start: int, stop: int) -> int:
         return (before[stop] - before[start]) * sizes[stop - 1] ** 2 if stop > start else 0
