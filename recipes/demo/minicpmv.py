@@ -21,7 +21,6 @@ CHAT_TEMPLATE = """\
 {%- endif -%}
 """
 TOKENIZER = TokenizerContents(special_tokens=SPECIAL_TOKENS, chat_template=CHAT_TEMPLATE)
-token = TOKENIZER.token_id
 PATCH = 14
 # Larger positions of the tower hide the epsilon of the first norm when pixels are faint.
 PLACES = 0.2

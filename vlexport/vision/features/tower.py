@@ -80,8 +80,10 @@ class FeatureTower(Tower):
         order, rule = inputs["order"], packing.rule
         pixels = to_images(inputs["patches"], order.shape[0], rule.side, rule.patch).index_select(0, order)
         call = Call(image_runs=inputs.get("image_runs"), images=order.shape[0], dry=self.dry)
+        sizes: dict[str, Any] = {"image_sizes": []} if hasattr(self.features, "pack_image_features") else {}
         with inside(call):
-            return outputs_of(image_features(self.features, pixels, self.form))
+            images = pixels[None] if self.form == NESTED else pixels
+            return outputs_of(self.features.get_image_features(images, **sizes))
 
     def _grids(self, inputs: Mapping[str, Tensor], packing: TablePacking) -> dict[str, Tensor]:
         layout = CallLayout.of(inputs, packing.segmentations, packing.unit)
@@ -204,14 +206,6 @@ def patch_features(features: Any, patches_NP: Tensor, sizes_12: Tensor) -> Any:
     """Call a class on the rows of all images as one, in which it wants the values of a pixel side by side."""
     by_pixel = patches_NP.unflatten(1, (3, -1)).transpose(1, 2).flatten(1)
     return features.get_image_features(pixel_values=by_pixel[None], spatial_shapes=sizes_12)
-
-
-def image_features(features: Any, pixels: Tensor, form: str) -> Any:
-    """Call a class on images of one size."""
-    arguments: dict[str, Any] = {}
-    if hasattr(features, "pack_image_features"):
-        arguments["image_sizes"] = []
-    return features.get_image_features(pixels[None] if form == NESTED else pixels, **arguments)
 
 
 def strip_features(features: Any, patches_NP: Tensor, patch: int, side: int) -> Any:
