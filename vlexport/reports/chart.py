@@ -13,7 +13,11 @@ WIDTH, LEFT, RIGHT, TOP, PLOT, GAP, LEGEND = 760, 64, 24, 64, 240, 74, 26
 COLOURS = ("#0072b2", "#d98500", "#009e73", "#b3558b", "#6b7280", "#d55e00")
 DARK = ("#4aa8e0", "#f0b040", "#2bc79a", "#e08fc0", "#aab2bf", "#ff8a4a")
 DASHES = ("none", "7 3", "2 3", "9 3 2 3", "4 4", "1 4")
-MARKERS = ("circle", "square", "diamond", "triangle", "cross", "bar")
+# A circle, a square, a diamond, a triangle, a cross and a bar.
+MARKERS = (
+    "m-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0", "m-4 -4h8v8h-8z", "m0 -5l5 5l-5 5l-5 -5z", "m0 -5l5 9h-10z",
+    "m-4 -4l8 8m0 -8l-8 8", "m-5 0h10",
+)  # fmt: skip
 # Curves are shifted by this many pixels, so that bars of equal points stay apart.
 BESIDE = 5
 
@@ -176,15 +180,7 @@ def _plain(number: int) -> str:
 
 
 def _marker(number: int, x: float, y: float, about: str) -> str:
-    paths = {
-        "circle": "m-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0",
-        "square": "m-4 -4h8v8h-8z",
-        "diamond": "m0 -5l5 5l-5 5l-5 -5z",
-        "triangle": "m0 -5l5 9h-10z",
-        "cross": "m-4 -4l8 8m0 -8l-8 8",
-        "bar": "m-5 0h10",
-    }
-    path = paths[MARKERS[number % len(MARKERS)]]
+    path = MARKERS[number % len(MARKERS)]
     hint = f"<title>{_text(about)}</title>"
     return f'<path {_plain(number)} stroke-width="1.5" d="M{x:.1f} {y:.1f}{path}">{hint}</path>'
 
