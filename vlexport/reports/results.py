@@ -129,11 +129,7 @@ def report(  # noqa: PLR0913  the options of the command line, in one place
         raise RequestError("files, fps or checkpoint given without measure, which uses them. Add it.")
     check_out(Path(output), suffix=".html")
     opened = Bundle.open(bundle)
-    stored = {
-        name: None if file is None else Path(file)
-        for name, file in {"plan": plan, "sweep": sweep, "overlay": overlay}.items()
-    }
-    results = read_results(opened, bench=list(map(Path, bench)), **stored)
+    results = read_results(opened, bench=bench, plan=plan, sweep=sweep, overlay=overlay)
     from vlexport.reports.page import page, unmeasured
 
     if measure:
@@ -150,19 +146,19 @@ def report(  # noqa: PLR0913  the options of the command line, in one place
 def read_results(
     bundle: Bundle,
     *,
-    bench: Sequence[Path] = (),
-    plan: Path | None = None,
-    sweep: Path | None = None,
-    overlay: Path | None = None,
+    bench: Sequence[str | Path] = (),
+    plan: str | Path | None = None,
+    sweep: str | Path | None = None,
+    overlay: str | Path | None = None,
 ) -> Results:
     """Read the files of other commands; refuse what is not about this bundle."""
-    files = [_read(path, "bench", lambda content: _timed(content, bundle)) for path in bench]
+    files = [_read(Path(path), "bench", lambda content: _timed(content, bundle)) for path in bench]
     timings = [call for calls in files for call in calls]
     return Results(
         timings=sorted(timings, key=lambda call: call.tokens),
-        plan=None if plan is None else _read(plan, "plan", lambda content: _planned(content, bundle)),
-        sweep=None if sweep is None else _read(sweep, "sweep", lambda content: _swept(content, bundle)),
-        overlay=b"" if overlay is None else _picture(overlay, bundle),
+        plan=None if plan is None else _read(Path(plan), "plan", lambda content: _planned(content, bundle)),
+        sweep=None if sweep is None else _read(Path(sweep), "sweep", lambda content: _swept(content, bundle)),
+        overlay=b"" if overlay is None else _picture(Path(overlay), bundle),
     )
 
 
