@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,6 @@ def explain(
 
     Without a code, list all.
     """
-    from vlexport.codec import encode
     from vlexport.tools.explain import find_page, pages
 
     if code is None:
@@ -66,7 +66,7 @@ def explain(
         return
     page = find_page(code)
     if as_json:
-        show_json("explain", encode(page))
+        show_json("explain", page)
         return
     exits = "" if page.exit_code is None else f" (exit code {page.exit_code})"
     show(f"{page.code}{exits}: {page.summary}")
@@ -85,7 +85,7 @@ def doctor(
     if as_json:
         show_json("doctor", diagnosis.to_json())
     else:
-        show_table(("check", "state", "found", "do"), [finding.row() for finding in diagnosis.findings])
+        show_table(("check", "state", "found", "do"), list(map(astuple, diagnosis.findings)))
         show_table(
             ("backend", "precision", "summary"),
             [

@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 import os
 import platform
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +22,7 @@ from vlexport._build.aoti import compiler
 from vlexport.backends import Backend, backend_names, find_backend
 from vlexport.codec import encode
 from vlexport.errors import UNEXPECTED, VlexportError
+from vlexport.system import free_bytes
 
 State = Literal["fine", "note", "broken"]
 
@@ -54,9 +54,6 @@ class Finding:
     state: State
     found: str
     advice: str = ""
-
-    def row(self) -> tuple[str, str, str, str]:
-        return (self.name, self.state, self.found, self.advice)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,12 +102,12 @@ def _judged(name: str, result: str, advice: str, *, fine: bool, otherwise: State
     return Finding(name=name, state=otherwise, found=result, advice=advice)
 
 
-def examine(into: Path = Path("engines"), *, deep: bool = False) -> list[Finding]:
+def examine(*, deep: bool = False) -> list[Finding]:
     """Run all checks in a user's order of fixing; `deep` compares pixels, positions and pruning too."""
     checks: dict[str, Callable[[], Iterable[Finding]]] = {
         "python": lambda: [_python()],
         "memory": lambda: [_memory()],
-        "disk": lambda: [_disk(into)],
+        "disk": lambda: [_disk()],
         "file locks": lambda: [_locks()],
         "gpu": lambda: [_device()],
         "c++ compiler": lambda: [_compiler()],
@@ -148,9 +145,8 @@ def _memory() -> Finding:
     return _judged("memory", result, advice, fine=not pages or total >= LEAST_MEMORY_GIB)
 
 
-def _disk(into: Path) -> Finding:
-    place = next(folder for folder in (into.absolute(), *into.absolute().parents) if folder.is_dir())
-    free = shutil.disk_usage(place).free / 2**30
+def _disk() -> Finding:
+    free = free_bytes(Path("engines")) / 2**30
     advice = "Free space, or build with --output-dir on another disk."
     return _judged("disk", f"{free:.0f} GiB free where bundles go", advice, fine=free >= LEAST_DISK_GIB)
 
@@ -258,12 +254,9 @@ def _backend(backend: Backend) -> Iterator[Finding]:
         yield Finding(name=name, state="note", found=f"does not start: {error}", advice=advice)
         return
     waits = backend.cannot_run(target)
-    if waits is None:
-        yield Finding(name=name, state="fine", found=str(target))
-        return
+    result = f"{target}: builds here, runs elsewhere ({waits})" if waits is not None else str(target)
     advice = "Build here with --targets; run the bundle on a machine with such a GPU."
-    result = f"{target}: builds here, runs elsewhere ({waits})"
-    yield Finding(name=name, state="note", found=result, advice=advice)
+    yield _judged(name, result, advice, fine=waits is None)
 
 
 # One grey level is at most 0.016; other processors round the resize of bytes to the next one.
