@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, BinaryIO
+from typing import IO, TYPE_CHECKING, Any, BinaryIO
 
 from vlexport import system
 from vlexport.codec import encode
@@ -127,10 +127,7 @@ def _frames_of(process: subprocess.Popen[bytes], request: worker.Request) -> Ite
 
     assert process.stdout is not None
     with _within_deadline(process, request) as has_started:
-        _record(process.stdout, b"S")
-        has_started.set()
-        num_frames, *shape = json.loads(_record(process.stdout, b"H"))["shape"]
-        request.limits.check_frames(request.name, num_frames, *shape[:2])
+        num_frames, *shape = _header(process.stdout, request, has_started)["shape"]
     for _ in range(num_frames):
         with _within_deadline(process, request) as has_started:
             has_started.set()
@@ -143,11 +140,27 @@ def _frames_of(process: subprocess.Popen[bytes], request: worker.Request) -> Ite
 
 
 def _read_file(file: BinaryIO, request: worker.Request) -> Pixels:
+    import torch
+
     with _started(file, request) as process, _within_deadline(process, request) as has_started:
         assert process.stdout is not None
-        _record(process.stdout, b"S")
-        has_started.set()
-        return _received(process.stdout, request)
+        header = _header(process.stdout, request, has_started)
+        frames = torch.empty(header["shape"], dtype=torch.uint8)
+        for frame in frames:
+            _record_into(process.stdout, memoryview(frame.numpy()).cast("B"))
+        _record(process.stdout, b"Z")
+        seconds = tuple(map(float, header["seconds"]))
+        return Pixels(kind="video", frames=frames, frames_per_second=header["rate"], seconds=seconds)
+
+
+def _header(stream: IO[bytes], request: worker.Request, has_started: threading.Event) -> Any:
+    """Return what a decoder sends before its frames, whose shape is within the limits."""
+    _record(stream, b"S")
+    has_started.set()
+    header = json.loads(_record(stream, b"H"))
+    num_frames, height, width, _ = header["shape"]
+    request.limits.check_frames(request.name, num_frames, height, width)
+    return header
 
 
 @contextmanager
@@ -218,20 +231,6 @@ def _started(file: BinaryIO, request: worker.Request) -> Iterator[subprocess.Pop
         process.communicate()
 
 
-def _received(stream: IO[bytes], request: worker.Request) -> Pixels:
-    import torch
-
-    header = json.loads(_record(stream, b"H"))
-    num_frames, height, width, _ = header["shape"]
-    request.limits.check_frames(request.name, num_frames, height, width)
-    frames = torch.empty(header["shape"], dtype=torch.uint8)
-    for frame in frames:
-        _record_into(stream, memoryview(frame.numpy()).cast("B"))
-    _record(stream, b"Z")
-    seconds = tuple(map(float, header["seconds"]))
-    return Pixels(kind="video", frames=frames, frames_per_second=header["rate"], seconds=seconds)
-
-
 def _length(stream: IO[bytes], letter: bytes) -> int:
     """Return the length of the next record, which must be of this letter; raise an error record."""
     head = _exactly(stream, 9)
@@ -251,12 +250,8 @@ def _record(stream: IO[bytes], letter: bytes) -> bytes:
 def _record_into(stream: IO[bytes], place: memoryview) -> None:
     if _length(stream, b"F") != len(place):
         raise ValueError("not a frame of the size promised")
-    done = 0
-    while done < len(place):
-        num = stream.readinto(place[done:])  # type: ignore[attr-defined]
-        if not num:
-            raise EOFError
-        done += num
+    if stream.readinto(place) < len(place):  # type: ignore[attr-defined]
+        raise EOFError
 
 
 def _exactly(stream: IO[bytes], length: int) -> bytes:
