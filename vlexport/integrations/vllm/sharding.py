@@ -33,7 +33,8 @@ class Assignment:
 
 def balance(sizes: Sequence[int], num_ranks: int) -> Assignment:
     """Give the largest item first to the least loaded rank; ties keep input order, lower rank first."""
-    _check_ranks(num_ranks)
+    if num_ranks < 1:
+        raise InputError(f"{num_ranks} ranks given, at least 1 is expected.")
     items: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
     for item in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
@@ -92,13 +93,11 @@ class Shards:
                 f"{gathered.shape[0]} gathered rows given, {num_ranks} ranks give {self.num_padded} each; "
                 f"gather what pad returns along the first dimension."
             )
-        by_item: dict[int, Tensor] = {}
-        for rank, rows in enumerate(gathered.split(self.num_padded)):
-            start = 0
-            for item in self.assignment.items_of(rank):
-                stop = start + math.prod(self.grids[item]) // self.merge_area
-                by_item[item] = rows[start:stop]
-                start = stop
+        rows: list[Tensor] = []
+        for rank, padded in enumerate(gathered.split(self.num_padded)):
+            sizes = [math.prod(grid) // self.merge_area for grid in self.grids_of(rank)]
+            rows += padded[: sum(sizes)].split(sizes)
+        by_item = dict(zip(self.assignment.order, rows, strict=True))
         return tuple(by_item[item] for item in range(len(self.grids)))
 
 
@@ -121,8 +120,3 @@ def shard_items(grids: Sequence[Sequence[int]], num_ranks: int, merge_area: int)
         assignment=assignment,
         num_padded=max(assignment.loads) // merge_area,
     )
-
-
-def _check_ranks(num_ranks: int) -> None:
-    if num_ranks < 1:
-        raise InputError(f"{num_ranks} ranks given, at least 1 is expected.")
