@@ -114,8 +114,7 @@ def run(
     from vlexport.reports.trace import traced
     from vlexport.runtime.pipeline import load
 
-    with ExitStack() as stack:
-        stack.enter_context(traced(trace))
+    with traced(trace), ExitStack() as stack:
         with phases("run") as progress:
             progress("open", 0.0)
             arguments |= decoding.arguments(usable, prompt_layout)
@@ -139,7 +138,11 @@ def run(
 def _show(answer: Answer, *, was_streamed: bool) -> None:
     if not was_streamed:
         show(answer.text)
-    print_line(_account(answer))
+    stages = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in answer.stages.items())
+    kept = " ".join(f"{item.num_kept}/{item.num_tokens}" for item in answer.media)
+    tokens = f"{len(answer.prompt_token_ids)} prompt tokens, {len(answer.token_ids)} generated"
+    forms = "".join(f"; {name} {form}" for name, form in answer.forms.items())
+    print_line(f"{tokens} ({answer.finish}); {stages}" + (f"; kept {kept}" if kept else "") + forms)
 
 
 def _is_terminal() -> bool:
@@ -181,11 +184,3 @@ def _streamed(stream: Stream) -> Answer:
         show(piece.text, end="")
     show("")
     return stream.require_answer()
-
-
-def _account(answer: Answer) -> str:
-    stages = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in answer.stages.items())
-    kept = " ".join(f"{item.num_kept}/{item.num_tokens}" for item in answer.media)
-    tokens = f"{len(answer.prompt_token_ids)} prompt tokens, {len(answer.token_ids)} generated"
-    forms = "".join(f"; {name} {form}" for name, form in answer.forms.items())
-    return f"{tokens} ({answer.finish}); {stages}" + (f"; kept {kept}" if kept else "") + forms
