@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 import shlex
-from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -112,14 +112,12 @@ def _files_in(line: str) -> tuple[list[Path], str]:
     lexer.whitespace_split, lexer.commenters = True, ""
     files: list[Path] = []
     rest = line
-    try:
+    # A quote that is not closed, a name that is too long, a home that is not known: words of a question.
+    with suppress(ValueError, OSError, RuntimeError):
         while word := lexer.get_token():
             path = Path(word).expanduser()
             if not path.is_file():
                 break
             files.append(path)
             rest = line[stream.tell() :]
-    except (ValueError, OSError, RuntimeError):
-        # A quote that is not closed, a name that is too long, a home that is not known: words of a question.
-        return files, rest.strip()
     return files, rest.strip()
