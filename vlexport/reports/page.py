@@ -77,9 +77,6 @@ class Markup(str):
     __slots__ = ()
 
 
-UNPRUNED = Markup("<p>The family has nothing to prune.</p>")
-
-
 def page(bundle: Bundle, results: Results | None = None) -> str:
     """Return the page of a bundle, with the verdict that counts for this user."""
     results, facts = results or Results(), BundleFacts.of(bundle)
@@ -137,7 +134,8 @@ def unmeasured(bundle: Bundle, results: Results) -> str:
     if bundle.manifest.graphs.selector is not None:
         lacking |= pruned
     media = [] if all(lacking.get(title, True) for title in pruned) else ["VIDEO"]
-    line = _about(bundle, "report", *media, "--measure", "--output", "FILE")
+    options = (*media, "--measure", "--output", "FILE")
+    line = command(Path("BUNDLE"), bundle.manifest, "report", *options)
     reasons: dict[str, list[str]] = {}
     for title in (title for title, content in lacking.items() if not content):
         reasons.setdefault(results.unmet.get(title, f"`{line}` does it."), []).append(title.lower())
@@ -215,7 +213,7 @@ def _bar(share: float) -> str:
 
 def _drift(report: ParityReport | None) -> str:
     if report is not None and report.is_whole:
-        return Markup("<p>The class is traced whole: it has no stages to compare.</p>")
+        return "<p>The class is traced whole: it has no stages to compare.</p>"
     if report is None or report.layers is None:
         return ""
     curve, rows = report.layers, []
@@ -324,10 +322,9 @@ def _memory(plan: Planned | None) -> str:
 
 
 def _sweep(sweep: Sweep | None, bundle: Bundle) -> str:
-    if sweep is None and bundle.manifest.graphs.selector is None:
-        return UNPRUNED
     if sweep is None:
-        return ""
+        prunes = bundle.manifest.graphs.selector is not None
+        return "" if prunes else "<p>The family has nothing to prune.</p>"
     (head, rows), *others = sweep.tables()
     folded = "\n".join(
         f"<details><summary>{_text(head[0])}</summary>{_table(head, rows, 'figures')}</details>"
@@ -344,10 +341,6 @@ def _overlay(picture: bytes) -> str:
     return f"""<p>Bright cells are kept tokens.</p>
 <div class="wide"><img alt="Frames with dropped tokens dimmed" src="data:image/png;base64,{source}"></div>
 """
-
-
-def _about(bundle: Bundle, verb: str, *options: str) -> str:
-    return command(Path("BUNDLE"), bundle.manifest, verb, *options)
 
 
 def _sizes(bundle: Bundle) -> str:

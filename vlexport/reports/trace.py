@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from vlexport.runtime.outputs import writing
 
@@ -27,11 +26,7 @@ def traced(out: Path | None) -> Iterator[None]:
         profiler.export_chrome_trace(str(temporary))
         # Names of the machine and of this folder are in the profiler's own file.
         trace = json.loads(temporary.read_text(encoding="utf-8"))
-        events = [event for event in trace["traceEvents"] if _is_known(event)]
+        # The profiler's marks of itself have no process number, which every event of the format has.
+        events = [event for event in trace["traceEvents"] if isinstance(event.get("pid"), int)]
         written = json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
         temporary.write_text(written, encoding="utf-8")
-
-
-def _is_known(event: dict[str, Any]) -> bool:
-    """Return whether the format has such an event: the profiler's marks of itself have no process number."""
-    return isinstance(event.get("pid"), int)
