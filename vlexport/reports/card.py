@@ -68,8 +68,6 @@ The weights are those of the checkpoint: its licence applies to them. {named}
 
 def licence_of(checkpoint: Checkpoint) -> str | None:
     """Return the licence that the card of a checkpoint names; None without a card or a name."""
-    if not (checkpoint.path / "README.md").is_file():
-        return None
     try:
         with open_inside(checkpoint.path, "README.md") as file:
             text = file.read(_MAX_HEADER).decode("utf-8", errors="replace")

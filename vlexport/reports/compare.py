@@ -107,8 +107,7 @@ class Comparison:
     items: tuple[ItemPair, ...] = ()
 
     def to_json(self) -> dict[str, object]:
-        content: dict[str, object] = encode(self)
-        return content
+        return {**encode(self)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

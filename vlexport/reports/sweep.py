@@ -113,8 +113,7 @@ class Sweep:
     failed: Mapping[str, VlexportError]
 
     def to_json(self) -> dict[str, object]:
-        content: dict[str, object] = encode(self)
-        return content
+        return {**encode(self)}
 
     @staticmethod
     def from_json(content: Json) -> Sweep:
@@ -281,10 +280,8 @@ def _mean(draws: Sequence[Outcome]) -> Outcome:
 def _scores(
     ours: Sequence[Outcome], whole: Sequence[Outcome] | None, drawn: Sequence[Outcome] | None
 ) -> Scores:
-    count, columns = (
-        len(ours),
-        {"top1": [outcome.top1 for outcome in ours], "kl": [outcome.kl for outcome in ours]},
-    )
+    count = len(ours)
+    columns = {name: [getattr(outcome, name) for outcome in ours] for name in ("top1", "kl")}
     for name, others in (("over_whole", whole), ("over_random", drawn)):
         if others is not None:
             columns[name] = [one.score - other.score for one, other in zip(ours, others, strict=True)]
