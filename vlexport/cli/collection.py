@@ -77,13 +77,7 @@ def encode_collection(
     assert folder is not None
     if media.is_empty and not shards.media_list:
         raise InputError(f"{NOTHING[:-1]} or --list.")
-    settings = CollectionSettings(
-        fps=media.fps,
-        prune=media.prune,
-        method=media.method,
-        prune_before=media.prune_before,
-        shard_items=shards.shard_items,
-    )
+    settings = CollectionSettings(**media.settings, shard_items=shards.shard_items)
     if shards.parquet:
         require_parquet()
     arguments = opening.arguments()

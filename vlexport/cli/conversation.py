@@ -31,13 +31,12 @@ HELP = (
 class Conversation:
     """Questions and answers so far, and the files that wait for the next question.
 
-    options  of requests besides the rate: `fps`, `method`, `prune_before`
+    options  of requests: `prune`, `method`, `prune_before`, `fps`
     """
 
     pipeline: Pipeline
     generation: Generation
-    options: Mapping[str, Any]
-    prune: float | None = None
+    options: dict[str, Any]
     messages: list[dict[str, Any]] = field(default_factory=list)
     waiting: list[dict[str, Any]] = field(default_factory=list)
 
@@ -87,16 +86,14 @@ class Conversation:
             except ValueError as error:
                 raise InputError(f"/prune {words[0]}: a rate expected, such as 0.5.") from error
             check_rate(rate)
-            self.prune = rate or None
+            self.options["prune"] = rate or None
         else:
             raise InputError(f"{' '.join((name, *words))}: no such command. /help lists them.")
 
     def _ask(self, question: str) -> None:
         """Print the answer as it comes; question and answer are kept once it is whole."""
         turn = {"role": "user", "content": [*self.waiting, {"type": "text", "text": question}]}
-        pieces = self.pipeline.stream(
-            [*self.messages, turn], prune=self.prune, generation=self.generation, **self.options
-        )
+        pieces = self.pipeline.stream([*self.messages, turn], generation=self.generation, **self.options)
         for piece in pieces:
             show(piece.text, end="")
         show("")

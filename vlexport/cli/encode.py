@@ -97,15 +97,7 @@ def _encode_files(
     with kept_if_stopped(lambda: ABSENT.format(output)), traced(trace), phases("encode") as progress:
         progress("open", 0.0)
         with load(usable, **arguments) as pipeline:
-            outcomes = pipeline.encode_all(
-                images=images,
-                videos=videos,
-                fps=media.fps,
-                prune=media.prune,
-                method=media.method,
-                prune_before=media.prune_before,
-                progress=progress,
-            )
+            outcomes = pipeline.encode_all(images=images, videos=videos, progress=progress, **media.settings)
     media.note_whole(pipeline.pruner, images, videos)
     names = [*(f"image.{at}" for at in range(len(images))), *(f"video.{at}" for at in range(len(videos)))]
     results = dict(zip(names, outcomes, strict=True))
@@ -118,8 +110,7 @@ def _encode_files(
         raise first
     sources = zip(names, (*images, *videos), strict=True)
     metadata = {f"{name}.file": _name_of(source) for name, source in sources if name in items}
-    settings = {name: getattr(media, name) for name in ("prune", "method", "prune_before", "fps")}
-    metadata |= {name: str(value) for name, value in settings.items() if value is not None}
+    metadata |= {name: str(value) for name, value in media.settings.items() if value is not None}
     shapes = _write(items, output, provenance(pipeline.bundle) | metadata)
     forms = {name: {"prune": item.form} for name, item in items.items() if item.form}
     if as_json:

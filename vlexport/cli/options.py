@@ -223,6 +223,11 @@ class PrunedMedia(Media):
     )
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """Return what requests take beside the media."""
+        return {name: getattr(self, name) for name in ("prune", "method", "prune_before", "fps")}
+
+    @property
     def is_empty(self) -> bool:
         return not (self.files or self.image or self.video)
 

@@ -65,10 +65,7 @@ class Question:
             **asdict(self),
             images=images,
             videos=videos,
-            fps=media.fps,
-            prune=media.prune,
-            method=media.method,
-            prune_before=media.prune_before,
+            **media.settings,
             generation=sampling.generation(),
         )
 
@@ -157,10 +154,7 @@ def _talk(
     prompt_layout: str | None,
     opening: options.Opening,
 ) -> None:
-    generation, files = (
-        sampling.generation(),
-        [file for kind in media.by_kind(openable=True) for file in kind],
-    )
+    generation, (images, videos) = sampling.generation(), media.by_kind(openable=True)
     usable = opening.require_usable(bundle, begin=True)
     from vlexport.cli.conversation import Conversation
     from vlexport.runtime.pipeline import load
@@ -170,11 +164,8 @@ def _talk(
             progress("open", 0.0)
             arguments = {**opening.arguments(), **decoding.arguments(usable, prompt_layout)}
             pipeline = stack.enter_context(load(usable, **arguments))
-        parts = {"fps": media.fps, "method": media.method, "prune_before": media.prune_before}
-        conversation = Conversation(
-            pipeline=pipeline, generation=generation, options=parts, prune=media.prune
-        )
-        for file in files:
+        conversation = Conversation(pipeline=pipeline, generation=generation, options=media.settings)
+        for file in (*images, *videos):
             conversation.add(file)
         conversation.hold()
 
