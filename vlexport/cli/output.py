@@ -77,10 +77,10 @@ def _write_nowhere(number: int) -> None:
         os.dup2(nowhere.fileno(), number)
 
 
-def show_json(verb: str, content: object) -> None:
+def show_json(verb: str, content: object, indent: int | None = 2) -> None:
     """Print one JSON object on stdout; `schema` and `verb` identify its layout."""
     document = {"schema": SCHEMA, "verb": verb, **encode(content)}
-    show(json.dumps(document, indent=2, allow_nan=False))
+    show(json.dumps(document, indent=indent, allow_nan=False))
 
 
 def failure(error: Exception, exit_code: int, message: str) -> dict[str, object]:

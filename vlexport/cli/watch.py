@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import queue
 import re
 import sys
@@ -10,14 +9,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vlexport.cli import options
 from vlexport.cli.options import argument, flag, grouped, option
-from vlexport.cli.output import SCHEMA, is_quiet, print_line, show
-from vlexport.codec import encode
+from vlexport.cli.output import is_quiet, print_line, show, show_json
 from vlexport.errors import InputError, LimitError, MediaError, RequestError, VlexportError
 
 if TYPE_CHECKING:
@@ -44,7 +42,7 @@ class Clip:
     )
 
     def arguments(self) -> dict[str, Any]:
-        given = {each.name: getattr(self, each.name) for each in fields(self)}
+        given = asdict(self)
         if self.size is not None:
             match = re.fullmatch(r"(\d+)x(\d+)", self.size)
             if match is None:
@@ -178,13 +176,12 @@ class _Player:
             for piece in pieces:
                 if not self.as_json:
                     show(piece.text, end="")
-            answer = encode(pieces.require_answer().to_json())
+            answer = pieces.require_answer().to_json()
         except VlexportError as error:
             self.fail(f"{seconds:g} s: {error}", error)
             return
         if self.as_json:
-            told = {"seconds": seconds, "question": question, **answer}
-            show(json.dumps({"schema": SCHEMA, "verb": "watch", **told}, allow_nan=False))
+            show_json("watch", {"seconds": seconds, "question": question, **answer}, indent=None)
         else:
             show("")
 
