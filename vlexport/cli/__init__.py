@@ -195,9 +195,7 @@ def _explain(error: BaseException, words: list[str]) -> tuple[int, str]:
     if isinstance(error, ModuleNotFoundError) and package not in ("", "vlexport"):
         remedy = "`pip install vlexport` installs what is missing."
         return MisfitError.exit_code, f"the package '{package}' is not installed. {remedy}"
-    from vlexport.system import shortage
-
-    short = shortage(error)
+    short = system.shortage(error)
     if short is not None:
         return short.exit_code, str(short)
     if isinstance(error, OSError) and error.strerror:

@@ -20,8 +20,7 @@ from vlexport.cli.output import EVENTS, UNDER_BAR, console_of, is_quiet, print_e
 
 if TYPE_CHECKING:
     from vlexport._build.timings import Timings
-
-ProgressCall = Callable[[str, float], None]
+    from vlexport.backends import Progress
 
 # A line at least this often off a terminal.
 LINE_SECONDS = 20.0
@@ -125,7 +124,7 @@ def duration(seconds: float) -> str:
 
 
 @contextmanager
-def phases(title: str, overall: Overall | None = None) -> Iterator[ProgressCall]:
+def phases(title: str, overall: Overall | None = None) -> Iterator[Progress]:
     """Show the progress of the block: a bar on a terminal, else a line for every phase and every 20 s.
 
     With `--progress json` a line of JSON for every phase, hundredth of one, and two seconds.
@@ -160,7 +159,7 @@ def _bar(title: str, overall: Overall) -> Callable[[], Table]:
 
 
 @contextmanager
-def _lines(title: str, overall: Overall) -> Iterator[ProgressCall]:
+def _lines(title: str, overall: Overall) -> Iterator[Progress]:
     is_event = EVENTS.get()
     every, step = (EVENT_SECONDS, EVENT_SHARE) if is_event else (LINE_SECONDS, LINE_SHARE)
 
