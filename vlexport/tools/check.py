@@ -138,8 +138,7 @@ def _compared(
     from vlexport.runtime.opening import checkpoint_of
 
     against, lora = settings["checkpoint"], settings["lora"]
-    own = isinstance(against, Checkpoint)
-    source = against if own else checkpoint_of(bundle, against, lora)
+    source = against if isinstance(against, Checkpoint) else checkpoint_of(bundle, against, lora)
     from vlexport._build.build import store_verdict
     from vlexport.evaluate.answers import check as compared
 

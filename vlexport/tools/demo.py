@@ -89,8 +89,7 @@ class Demo:
 
 def default_recipe() -> str:
     """Return the name of the default demo recipe."""
-    name: str = importlib.import_module("vlexport.recipes.demo").DEFAULT_RECIPE
-    return name
+    return str(importlib.import_module("vlexport.recipes.demo").DEFAULT_RECIPE)
 
 
 def run_demo(recipe: str, folder: Path, into: Path, backend: str, progress: Progress) -> Demo:
@@ -178,8 +177,7 @@ def _checkpoint(recipe: str, folder: Path) -> Path:
     place = folder / f"{recipe}-checkpoint"
     if (place / "config.json").exists():
         return place
-    path: Path = write_checkpoint(place, _contents(recipe), seed=SEED)
-    return path
+    return Path(write_checkpoint(place, _contents(recipe), seed=SEED))
 
 
 def _trained(recipe: str) -> Path | None:
@@ -240,15 +238,11 @@ def _media(recipe: str, folder: Path) -> Shown:
 
 
 def _image_alone(folder: Path) -> Shown:
-    image = folder / "image.png"
-    _save_image(_rings(140, 196, 0.0), image)
-    return Shown(image=image, video=None, question=QUESTIONS["image"])
-
-
-def _save_image(pixels: np.ndarray, path: Path) -> None:
     from PIL import Image
 
-    Image.fromarray(pixels).save(path)
+    image = folder / "image.png"
+    Image.fromarray(_rings(140, 196, 0.0)).save(image)
+    return Shown(image=image, video=None, question=QUESTIONS["image"])
 
 
 def _rings(height: int, width: int, shift: float) -> np.ndarray:

@@ -11,9 +11,14 @@ from vlexport.bundle import MANIFEST_NAME, NETWORK_NAME, Bundle, Inspection, com
 from vlexport.checkpoint import Checkpoint
 from vlexport.codec import Json, encode
 from vlexport.errors import BundleError, InputError, VlexportError
-from vlexport.recipe import RecipeCard, card_for, tried_classes
+from vlexport.recipe import RecipeCard, card_for, find_recipe, tried_classes
 from vlexport.reports.facts import BundleFacts
 
+# Fields of a manifest that are described as they stand there.
+SHOWN = (
+    "recipe", "checkpoint", "precision", "attention_form", "position_rule", "graphs", "profile", "target",
+    "inputs", "outputs", "versions", "created",
+)  # fmt: skip
 # The accuracy table has findings, the target has the rest.
 KNOWN_ELSEWHERE = ("findings", "library", "targets", "version")
 
@@ -90,17 +95,7 @@ def _bundle(inspection: Inspection) -> BundleDescription:
         "parity": inspection.checked.status if inspection.checked else status,
         "summary": _accuracy(inspection),
     }
-    shown = (
-        "recipe",
-        "checkpoint",
-        "precision",
-        "attention_form",
-        "position_rule",
-        "graphs",
-        "profile",
-        "target",
-    )
-    summary |= {name: parts.get(name) for name in (*shown, "inputs", "outputs", "versions", "created")}
+    summary |= {name: parts.get(name) for name in SHOWN}
     if (manifest := inspection.manifest) is not None:
         summary["forms"] = manifest.graphs.forms(manifest.position_rule)
     files = parts.get("files")
@@ -121,11 +116,8 @@ def _accuracy(inspection: Inspection) -> str | None:
 
 
 def _network(inspection: Inspection) -> dict[str, object]:
-    if (
-        inspection.manifest is None
-        or NETWORK_NAME not in inspection.manifest.files
-        or inspection.problem is not None
-    ):
+    manifest = inspection.manifest
+    if manifest is None or NETWORK_NAME not in manifest.files or inspection.problem is not None:
         return {}
     try:
         stored = inspection.read_json(NETWORK_NAME)
@@ -159,8 +151,6 @@ def _checkpoint(checkpoint: Checkpoint) -> CheckpointDescription:
 def _modules(checkpoint: Checkpoint, card: RecipeCard | None) -> tuple[dict[str, Json], str | None]:
     if card is None:
         return {}, f"no recipe serves '{checkpoint.model_type}'; see recipes/README.md"
-    from vlexport.recipe import find_recipe
-
     try:
         return encode(find_recipe(card.name).module_names(checkpoint)), None
     except VlexportError as error:
