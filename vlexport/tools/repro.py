@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from vlexport._build.graph import Graph, TowerSpec
 from vlexport.backends import WritesStandalone, backend_names, find_backend
 from vlexport.bundle import Bundle, Manifest
-from vlexport.checkpoint import Checkpoint
 from vlexport.errors import InputError, LimitError, UnsupportedError
 from vlexport.parity.noise import MOST_RAISED, cap_of
 from vlexport.parity.report import report_in
@@ -85,19 +84,26 @@ class ReproOptions:
     lora: Path | None = None
 
 
-def write_repro(
-    bundle: Bundle, out: Path, options: ReproOptions | None = None, recipe: str | None = None
-) -> list[str]:
+def write_repro(bundle: Bundle, out: Path, options: ReproOptions, recipe: str | None) -> list[str]:
     """Write the archive; the names in it. The bundle's checkpoint has to be where it was."""
     if out.exists() or not out.absolute().parent.is_dir():
         raise InputError(f"--output {out}: a new file in a folder that exists is expected. Name another one.")
-    options = options or ReproOptions()
     manifest, backend = bundle.manifest, stored_backend(bundle)
     if not isinstance(backend, WritesStandalone):
         raise _unserved(backend.name)
-    checkpoint = checkpoint_of(bundle, lora=options.lora)
-    tower, part = _tower(bundle, checkpoint, options, recipe)
-    graph = _graph(bundle, checkpoint, tower, recipe)
+    from vlexport._build.export import trace
+
+    checkpoint, chosen = checkpoint_of(bundle, lora=options.lora), recipe_of(bundle, recipe)
+    spec = TowerSpec(
+        recipe=chosen,
+        checkpoint=checkpoint,
+        config=chosen.read_config(checkpoint, manifest.input_dtype),
+        precision=precision_of(manifest),
+        form=manifest.attention_form,
+        profile=profiles_of(manifest)[0],
+    )
+    tower, part = _tower(spec, options)
+    graph = trace(spec, tower)
     targets: Any = manifest.options.get("targets", ())
     # Next to the archive, so that it comes into its place whole or not at all.
     with tempfile.TemporaryDirectory(dir=out.absolute().parent) as scratch:
@@ -147,20 +153,15 @@ def _calls(bundle: Bundle, graph: Graph) -> tuple[list[Case], str]:
     return list(cases(*arguments, most=2, max_patches=FEW)), "samples of the accuracy check"
 
 
-def _tower(
-    bundle: Bundle, checkpoint: Checkpoint, options: ReproOptions, recipe: str | None
-) -> tuple[nn.Module, str]:
+def _tower(spec: TowerSpec, options: ReproOptions) -> tuple[nn.Module, str]:
     from torch import nn
 
-    manifest = bundle.manifest
-    tower: Any = recipe_of(bundle, recipe).tower(
-        checkpoint, manifest.precision.dtype, manifest.precision.fp32_layers, manifest.input_dtype
-    )
+    tower: Any = spec.tower()
     part = "whole"
     if not options.whole:
         if not hasattr(tower, "blocks"):
             raise UnsupportedError(
-                f"recipe '{manifest.recipe.name}' traces a class whole, so no single block of it can be "
+                f"recipe '{spec.recipe.name}' traces a class whole, so no single block of it can be "
                 "taken. Pass --whole for all of it."
             )
         depth = len(tower.blocks)
@@ -189,33 +190,18 @@ def _scramble(tower: nn.Module) -> None:
         weight.data = signs.to(weight.dtype) * (weight[0].numel() ** -0.5 if weight.ndim > 1 else 0.1)
 
 
-def _graph(bundle: Bundle, checkpoint: Checkpoint, tower: nn.Module, recipe: str | None) -> Graph:
-    from vlexport._build.export import trace
-
-    manifest, chosen = bundle.manifest, recipe_of(bundle, recipe)
-    spec = TowerSpec(
-        recipe=chosen,
-        checkpoint=checkpoint,
-        config=chosen.read_config(checkpoint, manifest.input_dtype),
-        precision=precision_of(manifest),
-        form=manifest.attention_form,
-        profile=profiles_of(manifest)[0],
-    )
-    return trace(spec, tower)
-
-
 def _write_expected(graph: Graph, calls: list[Case], folder: Path) -> None:
     import torch
 
     program = graph.program.module()
-    outputs: dict[str, dict[str, object]] = {}
     with torch.inference_mode():
-        for case in calls:
-            outputs[case.name] = {}
-            for name, rows in program(dict(case.inputs)).items():
-                file = f"{case.name}/expected.{name}.bin"
-                write_raw(rows, folder / file)
-                outputs[case.name][name] = entry(file, rows)
+        outputs = {
+            case.name: {
+                name: write_raw(rows, folder, f"{case.name}/expected.{name}.bin")
+                for name, rows in program(dict(case.inputs)).items()
+            }
+            for case in calls
+        }
     listed = {"limits": _limits(graph), "outputs": outputs}
     (folder / "expected.json").write_text(json.dumps(listed, indent=1) + "\n", encoding="utf-8")
 
@@ -303,11 +289,11 @@ def cases(  # noqa: PLR0913  which of the samples
         else:
             # Calls of some cells are as large as others.
             fitting = [sample for sample in fitting if sample.is_whole]
-        if named is None and not fitting:
-            raise LimitError(
-                f"profile '{profile.name}': no sample of at most {max_patches} patches is inside it. "
-                "Build with a profile that begins lower."
-            )
+            if not fitting:
+                raise LimitError(
+                    f"profile '{profile.name}': no sample of at most {max_patches} patches is inside it. "
+                    "Build with a profile that begins lower."
+                )
         last = len(fitting) - 1
         steps = range(most if fitting else 0)
         for place in sorted({round(step * last / max(1, most - 1)) for step in steps}):
@@ -321,32 +307,27 @@ def write_cases(calls: list[Case], folder: Path, *, trtexec: bool = True) -> Non
     listed = []
     for case in calls:
         (folder / case.name).mkdir()
-        files = {name: f"{case.name}/{name}.bin" for name in case.inputs}
-        for name, tensor in case.inputs.items():
-            write_raw(tensor, folder / files[name])
+        entries = {
+            name: write_raw(tensor, folder, f"{case.name}/{name}.bin") for name, tensor in case.inputs.items()
+        }
         if trtexec:
-            (folder / case.name / "trtexec.txt").write_text(_flags(case, files) + "\n", encoding="utf-8")
-        entries = {name: entry(files[name], tensor) for name, tensor in case.inputs.items()}
+            (folder / case.name / "trtexec.txt").write_text(_flags(case, entries) + "\n", encoding="utf-8")
         listed.append({"name": case.name, "profile": case.profile, "number": case.number, "inputs": entries})
     (folder / LISTING).write_text(json.dumps({"cases": listed}, indent=1) + "\n", encoding="utf-8")
     (folder / LOADER).write_text(LOADER_SOURCE, encoding="utf-8")
 
 
-def entry(file: str, tensor: Tensor) -> dict[str, object]:
-    """Return what a reader has to know of a raw file."""
-    return {"file": file, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
-
-
-def write_raw(tensor: Tensor, path: Path) -> None:
-    """Write the bytes of a tensor in C order."""
+def write_raw(tensor: Tensor, folder: Path, file: str) -> dict[str, object]:
+    """Write the bytes of a tensor in C order; return what a reader has to know of the file."""
     import torch
 
     # A single entry keeps its stride through `contiguous`, and then has no view in bytes.
     whole = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-    path.write_bytes(whole.view(-1).view(torch.uint8).numpy().tobytes())
+    (folder / file).write_bytes(whole.view(-1).view(torch.uint8).numpy().tobytes())
+    return {"file": file, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
 
 
-def _flags(case: Case, files: Mapping[str, str]) -> str:
+def _flags(case: Case, entries: Mapping[str, Mapping[str, object]]) -> str:
     shapes = ",".join(f"{name}:{'x'.join(map(str, tensor.shape))}" for name, tensor in case.inputs.items())
-    loaded = ",".join(f"{name}:{file}" for name, file in files.items())
+    loaded = ",".join(f"{name}:{entry['file']}" for name, entry in entries.items())
     return f"--useProfile={case.number} --shapes={shapes} --loadInputs={loaded}"
