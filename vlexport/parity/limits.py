@@ -155,26 +155,13 @@ def compared(
     limit: tuple[Mapping[str, float], str],
 ) -> Row:
     """Return a row of metrics and limits; what cannot be compared fails with its reason, and never passes."""
-    actual, expected = pair
-    metrics = (
-        compare(actual, expected) if actual is not None else Incomparable(reason="the output is missing")
-    )
-    limits, origin = limit
-    if isinstance(metrics, Incomparable):
-        itself = "itself" in metrics.reason
-        return Row(
-            level=level,
-            check=check,
-            shapes=shapes,
-            metrics={},
-            limits=limits,
-            origin=origin,
-            note=metrics.reason,
-            given="blocked" if itself else "failed",
-        )
-    return Row(
-        level=level, check=check, shapes=shapes, metrics=metrics.values(), limits=limits, origin=origin
-    )
+    (actual, expected), (limits, origin) = pair, limit
+    missing = Incomparable(reason="the output is missing")
+    metrics = missing if actual is None else compare(actual, expected)
+    row = Row(level=level, check=check, shapes=shapes, limits=limits, origin=origin)
+    if isinstance(metrics, Metrics):
+        return replace(row, metrics=metrics.values())
+    return replace(row, note=metrics.reason, given="blocked" if "itself" in metrics.reason else "failed")
 
 
 def _with_sqnr(row: Row) -> Row:
