@@ -28,7 +28,7 @@ from vlexport.codec import Json
 from vlexport.errors import RequestError
 from vlexport.evaluate.intervals import Interval, paired
 from vlexport.media import MediaLimits, kind_of
-from vlexport.parity.metrics import Metrics, compare
+from vlexport.parity.metrics import measured
 from vlexport.parity.noise import in_dtype
 from vlexport.parity.samples import Sample
 from vlexport.recipe import BytesConfig, Recipe, Reference
@@ -360,8 +360,8 @@ def _warm_up(contenders: Sequence[Contender], progress: Progress) -> None:
                 raise
             contender.reason = " ".join(str(error).split())[:200] or type(error).__name__
         if contender.base in outputs and contender.base != contender.name:
-            metrics = compare(outputs[contender.name], outputs[contender.base])
-            contender.relative_l2 = metrics.relative_l2 if isinstance(metrics, Metrics) else None
+            metrics = measured(outputs[contender.name], outputs[contender.base])
+            contender.relative_l2 = metrics.relative_l2 if metrics else None
 
 
 def take_rounds(contenders: Sequence[Contender], options: BenchOptions, progress: Progress) -> None:

@@ -25,7 +25,7 @@ from vlexport.parity.blocks import (
     staged,
 )
 from vlexport.parity.limits import BLOCK_LIMIT, block_limit, block_row, step_of
-from vlexport.parity.metrics import Exact, Metrics, compare
+from vlexport.parity.metrics import Exact, measured
 from vlexport.parity.noise import quantized_reference, steady_arithmetic
 from vlexport.parity.pixels import reference_of
 from vlexport.parity.reference import BlockRows, ExactBlocks
@@ -127,16 +127,9 @@ def _drift(subject: BuildSpec, profile: ShapeProfile, reading: Reading) -> dict[
     with running(subject, profile, Tapped(tower), {}) as run:
         taps = run(reading.sample, {})
     return {
-        stage: math.nan
-        if (measured := _measured(rows, reading.expected(stage))) is None
-        else measured.relative_l2
+        stage: metrics.relative_l2 if (metrics := measured(rows, reading.expected(stage))) else math.nan
         for stage, rows in taps.items()
     }
-
-
-def _measured(actual: Tensor, expected: Tensor) -> Metrics | None:
-    metrics = compare(actual, expected)
-    return metrics if isinstance(metrics, Metrics) else None
 
 
 def _limit(subject: BuildSpec) -> Limit:
@@ -186,7 +179,7 @@ class _Probe:
 
     def _is_shuffled(self, out: Tensor, expected: Tensor) -> bool:
         nearest = torch.cdist(out.double(), expected.double()).argmin(1)
-        metrics, limit = _measured(out, expected[nearest]), _limit(self.subject)
+        metrics, limit = measured(out, expected[nearest]), _limit(self.subject)
         return metrics is not None and (
             metrics.relative_l2 <= limit.relative_l2 and metrics.worst_token <= limit.worst_token
         )

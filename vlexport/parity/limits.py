@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from vlexport._build.spec import BuildSpec
-from vlexport.parity.metrics import Exact, Incomparable, Metrics, compare, largest
+from vlexport.parity.metrics import Exact, Incomparable, Metrics, compare, largest, measured
 from vlexport.parity.noise import LARGEST
-from vlexport.parity.reference import Floor, ReferenceOutput, ReferenceOutputs
+from vlexport.parity.reference import ReferenceOutput, ReferenceOutputs
 from vlexport.parity.report import Row
 from vlexport.parity.samples import Sample
 from vlexport.recipe import Limit
@@ -53,7 +53,7 @@ def structure_rows(answers: Sequence[Answer], truths: ReferenceOutputs, limit: L
             rows.append(blocked("L1", answer.sample, "the two sides were given different inputs"))
             continue
         for name, expected in truth.outputs.items():
-            own = numbers(truth.floor, name)
+            own = (truth.floor or {}).get(name)
             limits = _widened(limit, own or largest.get(name))
             row = compared("L1", name, answer.sample, (answer.outputs.get(name), expected), limits)
             rows.append(_with_noise(row, own) if own else row)
@@ -104,7 +104,7 @@ def dtype_rows(
         for name, expected in truth.outputs.items():
             pair = (answer.outputs.get(name), expected)
             rows.append(_ratio_row(name, answer.sample, pair, truth))
-            lost = numbers(truth.dtype_floor, name)
+            lost = (truth.dtype_floor or {}).get(name)
             own = raised(cap, lost) if cap and raised and lost else cap
             limits = {} if own is None else {"relative_l2": own.relative_l2, "worst_token": own.worst_token}
             origin = own.origin if own else "no cap"
@@ -118,8 +118,8 @@ def health_rows(answers: Sequence[Answer], truths: ReferenceOutputs) -> list[Row
     for answer in answers:
         for name, expected in truths.of[answer.sample].outputs.items():
             actual = answer.outputs.get(name)
-            metrics = compare(actual, expected) if actual is not None else Incomparable(reason="")
-            if isinstance(metrics, Incomparable):
+            metrics = None if actual is None else measured(actual, expected)
+            if metrics is None:
                 continue
             row = worst.setdefault(name, {})
             for key in (*HEALTH, "half_share"):
@@ -174,7 +174,7 @@ def _with_sqnr(row: Row) -> Row:
 
 
 def _ratio_row(name: str, sample: str, pair: tuple[Tensor | None, Tensor], truth: ReferenceOutput) -> Row:
-    floor = numbers(truth.dtype_floor, name)
+    floor = (truth.dtype_floor or {}).get(name)
     limits = {"ratio": RATIO_L2, "token_ratio": RATIO_TOKEN}
     if floor is None or not floor.relative_l2 or not floor.worst_token:
         return blocked("L2", sample, "the reference's noise in this precision could not be measured")
@@ -211,19 +211,12 @@ def _with_noise(row: Row, floor: Metrics) -> Row:
     return replace(row, metrics={**row.metrics, **noise})
 
 
-def numbers(floor: Floor | None, name: str) -> Metrics | None:
-    """Return the error of an output; none where it was not measured."""
-    metrics = None if floor is None else floor.get(name)
-    return metrics if isinstance(metrics, Metrics) else None
-
-
 def largest_floor(truths: ReferenceOutputs) -> dict[str, Metrics]:
     """Return the largest rounding of the reference by output, over all calls where it was measured."""
     floors: dict[str, list[Metrics]] = {}
     for truth in truths.of.values():
-        for name in truth.floor or {}:
-            if own := numbers(truth.floor, name):
-                floors.setdefault(name, []).append(own)
+        for name, own in (truth.floor or {}).items():
+            floors.setdefault(name, []).append(own)
     return {name: most for name, several in floors.items() if (most := largest(several))}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -50,7 +50,7 @@ class Exact:
 
     def floor(self, narrow: Sequence[Tensor]) -> Metrics | None:
         pairs = [*((rows, self.wide) for rows in narrow), *self.nearby]
-        return largest([metrics for pair in pairs if isinstance(metrics := compare(*pair), Metrics)])
+        return largest([metrics for pair in pairs if (metrics := measured(*pair))])
 
 
 def largest(metrics: Sequence[Metrics]) -> Metrics | None:
@@ -80,6 +80,18 @@ def compare(actual: Tensor, expected: Tensor) -> Metrics | Incomparable:
     return _measure(
         actual.detach().double().reshape(-1, width), expected.detach().double().reshape(-1, width)
     )
+
+
+def measured(actual: Tensor, expected: Tensor) -> Metrics | None:
+    """Return metrics of `actual` against `expected`; none where they cannot be compared."""
+    metrics = compare(actual, expected)
+    return metrics if isinstance(metrics, Metrics) else None
+
+
+def floor_of(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Metrics]:
+    """Return the errors of outputs by name, without those that cannot be compared."""
+    errors = {name: measured(rows, expected[name]) for name, rows in actual.items()}
+    return {name: metrics for name, metrics in errors.items() if metrics}
 
 
 def _same_memory(one: Tensor, other: Tensor) -> bool:

@@ -13,8 +13,8 @@ from vlexport.backends import Options, RunsAlone, find_backend
 from vlexport.backends._inspection import PROGRAM
 from vlexport.bundle import Bounds, Manifest, Proof, ProofCall
 from vlexport.parity.check import Checker
-from vlexport.parity.limits import largest_floor, numbers
-from vlexport.parity.metrics import Metrics, compare
+from vlexport.parity.limits import largest_floor
+from vlexport.parity.metrics import Metrics, largest, measured
 from vlexport.parity.samples import Sample, mixed, prepared
 from vlexport.runtime.opening import precision_of
 from vlexport.runtime.outputs import digest_of
@@ -46,9 +46,9 @@ def proof_of(checker: Checker, manifest: Manifest) -> tuple[Proof, dict[str, byt
             continue
         room -= size
         tensors |= {name: tensor.contiguous() for name, tensor in stored.items()}
-        lost = truth.floor if subject.is_exact else truth.dtype_floor
+        lost = (truth.floor if subject.is_exact else truth.dtype_floor) or {}
         bounds = {
-            name: _bounds(factor, compare(outputs[name], expected), numbers(lost, name) or most.get(name))
+            name: _bounds(factor, measured(outputs[name], expected), lost.get(name) or most.get(name))
             for name, expected in truth.outputs.items()
         }
         calls.append(ProofCall(name=sample.name, bounds=bounds, rows_sha256=digest_of(outputs)))
@@ -65,12 +65,10 @@ def _in_order(samples: Sequence[Sample], room: int) -> list[Sample]:
     return list(dict.fromkeys([mixed(samples), *large[-1:], *ascending]))
 
 
-def _bounds(factor: float, *errors: object) -> Bounds:
-    measured = [error for error in errors if isinstance(error, Metrics)]
-    return Bounds(
-        relative_l2=factor * max(error.relative_l2 for error in measured),
-        worst_token=factor * max(error.worst_token for error in measured),
-    )
+def _bounds(factor: float, *errors: Metrics | None) -> Bounds:
+    most = largest(list(filter(None, errors)))
+    assert most is not None
+    return Bounds(relative_l2=factor * most.relative_l2, worst_token=factor * most.worst_token)
 
 
 def _program(manifest: Manifest) -> dict[str, bytes]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from vlexport._build.spec import BuildSpec
 from vlexport.backends import Progress
-from vlexport.parity.metrics import Exact, Incomparable, Metrics, compare
+from vlexport.parity.metrics import Exact, Metrics, floor_of
 from vlexport.parity.noise import (
     float64_arithmetic,
     in_dtype,
@@ -26,7 +26,7 @@ from vlexport.parity.samples import Sample, tracked
 from vlexport.recipe import Reference
 
 Outputs = Mapping[str, Tensor]
-Floor = Mapping[str, Metrics | Incomparable]
+Floor = Mapping[str, Metrics]
 BlockRows = Sequence[tuple[Tensor, Tensor]]
 # The half precision with the range of float32, and how much coarser than float16 it is.
 WIDER, STEPS = "bfloat16", 8.0
@@ -144,8 +144,8 @@ def run_reference(
     truths: dict[str, ReferenceOutput] = {}
     for name, (digest, outputs) in narrow.items():
         best = wide.get(name, outputs)
-        floor = {key: compare(outputs[key], best[key]) for key in outputs} if name in wide else None
-        noise = {key: compare(rough, best[key]) for key, rough in coarse[name].items()} if coarse else None
+        floor = floor_of(outputs, best) if name in wide else None
+        noise = floor_of(coarse[name], best) if coarse else None
         truths[name] = ReferenceOutput(
             digest=digest, outputs=best, narrow=outputs, floor=floor, dtype_floor=noise
         )
@@ -191,8 +191,7 @@ def _wide(
 
 
 def _lost(truth: ReferenceOutput) -> bool:
-    floors = (truth.dtype_floor or {}).values()
-    return any(isinstance(floor, Metrics) and floor.nonfinite > 0 for floor in floors)
+    return any(floor.nonfinite > 0 for floor in (truth.dtype_floor or {}).values())
 
 
 def _from_bfloat16(
@@ -206,16 +205,13 @@ def _from_bfloat16(
         if not _lost(truth):
             continue
         outputs = in_dtype(reference, sample.items, WIDER)
-        floor = {key: _eighth(compare(half, truth.outputs[key])) for key, half in outputs.items()}
+        floor = {
+            key: replace(lost, relative_l2=lost.relative_l2 / STEPS, worst_token=lost.worst_token / STEPS)
+            for key, lost in floor_of(outputs, truth.outputs).items()
+        }
         origin = f"an eighth of the reference's noise in {WIDER}: in {subject.dtype} it overflows"
         replaced[sample.name] = replace(truth, dtype_floor=floor, dtype_origin=origin)
     return replaced
-
-
-def _eighth(metrics: Metrics | Incomparable) -> Metrics | Incomparable:
-    if isinstance(metrics, Incomparable):
-        return metrics
-    return replace(metrics, relative_l2=metrics.relative_l2 / STEPS, worst_token=metrics.worst_token / STEPS)
 
 
 def _coarse(subject: BuildSpec, samples: Sequence[Sample], progress: Progress) -> dict[str, Outputs]:
