@@ -47,7 +47,7 @@ def structure_rows(answers: Sequence[Answer], truths: ReferenceOutputs, limit: L
     for answer in answers:
         truth = truths.of[answer.sample]
         if answer.error:
-            rows.append(_broken(answer))
+            rows.append(Row(level="L1", check="run", shapes=answer.sample, note=answer.error, given="failed"))
             continue
         if answer.digest != truth.digest:
             rows.append(blocked("L1", answer.sample, "the two sides were given different inputs"))
@@ -143,10 +143,6 @@ def blocked(level: str, shapes: str, reason: str) -> Row:
     return Row(level=level, check="inputs", shapes=shapes, note=reason, given="blocked")
 
 
-def _broken(answer: Answer) -> Row:
-    return replace(blocked("L1", answer.sample, answer.error), check="run", given="failed")
-
-
 def compared(
     level: str,
     check: str,
@@ -179,15 +175,16 @@ def _ratio_row(name: str, sample: str, pair: tuple[Tensor | None, Tensor], truth
     if floor is None or not floor.relative_l2 or not floor.worst_token:
         return blocked("L2", sample, "the reference's noise in this precision could not be measured")
     noise = f"{truth.dtype_origin}: {floor.relative_l2:.2g}"
-    row = compared("L2", name, sample, pair, (limits, noise))
-    if not row.metrics:
-        return row
-    ratios = {
-        "ratio": row.metrics["relative_l2"] / floor.relative_l2,
-        "token_ratio": row.metrics["worst_token"] / floor.worst_token,
+    row = _with_noise(compared("L2", name, sample, pair, (limits, noise)), floor)
+    return replace(row, metrics={**row.metrics, **_ratios(row.metrics)}) if row.metrics else row
+
+
+def _ratios(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the errors of a row as multiples of the noise that it names."""
+    return {
+        "ratio": metrics["relative_l2"] / metrics["noise"],
+        "token_ratio": metrics["worst_token"] / metrics["token_noise"],
     }
-    row = _with_noise(row, floor)
-    return replace(row, metrics={**row.metrics, **ratios})
 
 
 def _widened(limit: Limit | None, floor: Metrics | None) -> tuple[dict[str, float], str]:
@@ -345,10 +342,7 @@ def _pooled(row: Row, neighbours: Sequence[Row]) -> Row:
     metrics = {name: worst(name) for name in row.metrics}
     metrics["worst_at"] = max(every, key=lambda entry: entry.metrics["worst_token"]).metrics["worst_at"]
     metrics |= {"relative_l2": mean("relative_l2"), "noise": mean("noise")}
-    ratios = {
-        "ratio": metrics["relative_l2"] / metrics["noise"],
-        "token_ratio": metrics["worst_token"] / metrics["token_noise"],
-    }
+    ratios, alone = _ratios(metrics), _ratios(row.metrics)
     if row.level == "L2":
         metrics |= ratios
         limits = {**row.limits, "ratio": CONFIRMED_RATIO}
@@ -357,13 +351,11 @@ def _pooled(row: Row, neighbours: Sequence[Row]) -> Row:
         noises = {"relative_l2": metrics["noise"], "worst_token": metrics["token_noise"]}
         least = {name: min(entry.limits[name] for entry in every) for name in noises}
         limits = {name: max(least[name], FLOOR_FACTOR * noise) for name, noise in noises.items()}
-    alone = [row.metrics["relative_l2"] / row.metrics["noise"]]
-    alone.append(row.metrics["worst_token"] / row.metrics["token_noise"])
     return replace(
         row,
         metrics=metrics,
         limits=limits,
         origin=f"{row.origin}; over {len(every)} inputs a rounding step apart: {metrics['noise']:.2g}",
-        note=f"alone {alone[0]:.2f} and {alone[1]:.2f} times the noise, over {len(every)} inputs a rounding "
-        f"step apart {ratios['ratio']:.2f} and {ratios['token_ratio']:.2f}",
+        note=f"alone {alone['ratio']:.2f} and {alone['token_ratio']:.2f} times the noise, over {len(every)} "
+        f"inputs a rounding step apart {ratios['ratio']:.2f} and {ratios['token_ratio']:.2f}",
     )
