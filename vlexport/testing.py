@@ -11,7 +11,7 @@ assert report.passed, report.table()
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,8 +38,8 @@ from vlexport.checkpoint import Checkpoint
 from vlexport.codec import canonical, encode, parse
 from vlexport.errors import BundleError
 from vlexport.parity.check import Checker, run_checks
-from vlexport.parity.inputs_exact import guarded
-from vlexport.parity.report import ParityReport, Row, exact_row
+from vlexport.parity.inputs_exact import fault_rows, guarded
+from vlexport.parity.report import ParityReport, Row
 from vlexport.parity.samples import SampleRules, symbol_values
 from vlexport.parity.tables import Faults
 from vlexport.recipe import Recipe, find_recipe
@@ -65,7 +65,7 @@ def check_recipe(recipe: Recipe[Any] | str | Path, checkpoint: Checkpoint | str 
         "weight names": lambda: _weight_names(chosen, opened),
     }
     for name, check in checks.items():
-        rows += [exact_row(*fault, ORIGIN) for fault in _listed(guarded(name, check))]
+        rows += fault_rows(guarded(name, check), ORIGIN)
     if any(row.verdict == "failed" for row in rows):
         return ParityReport(rows=tuple(rows))
     config = chosen.read_config(opened)
@@ -80,11 +80,11 @@ def check_recipe(recipe: Recipe[Any] | str | Path, checkpoint: Checkpoint | str 
             tensors=chosen.stored_tensors(opened, config),
         )
         faults = guarded("tower", partial(_runs, subject))
-        layout_rows = [exact_row(*fault, ORIGIN) for fault in _listed(faults)]
+        layout_rows = fault_rows(faults, ORIGIN)
         if not any(faults.values()):
             with in_torch(subject) as engine:
                 faults = guarded("shapes", partial(_shapes, subject, Checker(engine, subject).rules))
-                layout_rows += [exact_row(*fault, ORIGIN) for fault in _listed(faults)]
+                layout_rows += fault_rows(faults, ORIGIN)
                 layout_rows += run_checks(engine, subject, stop=False).rows
         rows += [replace(row, check=f"{layout}: {row.check}") for row in layout_rows]
     return ParityReport(rows=tuple(rows))
@@ -100,7 +100,7 @@ def check_backend(backend: str | Path, checkpoint: Checkpoint | str | Path | Non
     target = chosen.target()
     same = type(target).parse(target.tag) == target
     faults = {"target": "" if same else f"{target.tag} is read back as another", **_refusal(chosen)}
-    rows = [exact_row(*fault, ORIGIN_OF_BACKENDS) for fault in _listed(faults)]
+    rows = fault_rows(faults, ORIGIN_OF_BACKENDS)
     with TemporaryDirectory() as folder:
         source = checkpoint or _demo_checkpoint(Path(folder, "checkpoint"))
         for capability in chosen.capabilities:
@@ -151,11 +151,6 @@ def _demo_checkpoint(folder: Path) -> Path:
     contents = importlib.import_module(f"{demo.__name__}.{demo.DEFAULT_RECIPE}").contents()
     path: Path = write_checkpoint(folder, contents, seed=0)
     return path
-
-
-def _listed(faults: Faults) -> Iterator[tuple[str, list[str]]]:
-    for name, fault in faults.items():
-        yield name, [fault] if fault else []
 
 
 def _model_type(recipe: Recipe[Any], checkpoint: Checkpoint) -> Faults:

@@ -316,8 +316,7 @@ class Checker:
             ("profile", lambda: inputs_exact.check_profile(self.engine, subject, self.rules), refused),
         )
         for name, check, origin in checks:
-            for part, fault in inputs_exact.guarded(name, check).items():
-                yield exact_row(part, [fault] if fault else [], origin)
+            yield from inputs_exact.fault_rows(inputs_exact.guarded(name, check), origin)
         yield from inputs_exact.call_rows(subject, self.samples, self.rules)
         if self.portable is not None:
             yield inputs_exact.portable_row(self.portable, subject, self.samples)

@@ -128,6 +128,11 @@ def guarded(check: str, find: Callable[[], Faults]) -> Faults:
         return {check: f"{check} broke in {place}: {error} ({type(error).__name__})"}
 
 
+def fault_rows(faults: Faults, origin: str) -> list[Row]:
+    """Return a row of L0 for each thing that was checked."""
+    return [exact_row(check, [fault] if fault else [], origin) for check, fault in faults.items()]
+
+
 def check_profile(engine: Engine, subject: BuildSpec, rules: SampleRules) -> Faults:
     """Send one token more than the profile allows; it has to be refused before the library sees it."""
     symbol = patch_symbol(rules.inputs)
