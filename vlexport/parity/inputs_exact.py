@@ -23,6 +23,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from vlexport._build.export import is_typed
@@ -259,10 +260,11 @@ OVERFLOWING = ("_to_copy", "add", "addmm", "bmm", "linear", "matmul", "mm", "mul
 
 
 class DispatchHook(TorchDispatchMode):
-    """A mode that changes nothing; subclasses write `saw`."""
+    """A mode that changes nothing; subclasses write `saw`, where they may collect `faults`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.faults: list[str] = []
 
     def __torch_dispatch__(
         self,
@@ -287,12 +289,11 @@ class Watch(DispatchHook):
 
     def __init__(self) -> None:
         super().__init__()
-        self.faults: list[str] = []
         self._tables = WeakTensorKeyDictionary()
         self._rounded = WeakTensorKeyDictionary()
 
     def saw(self, name: str, args: Sequence[Any], output: Tensor) -> None:
-        inputs = _tensors(args)
+        inputs = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
         if name in WIDE and output.dtype in HALVES and not _is_over_rows(name, args):
             self.faults.append(f"{name} in {str(output.dtype).removeprefix('torch.')}")
         from_table, rounded = (
@@ -326,10 +327,6 @@ def check_dtypes(tower: nn.Module, inputs: Mapping[str, Tensor]) -> Faults:
 class Overflows(DispatchHook):
     """Collects operations whose half-precision result holds what that dtype cannot."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.faults: list[str] = []
-
     def saw(self, name: str, args: Sequence[Any], output: Tensor) -> None:
         # Casts, products and sums overflow; masks are made of infinities on purpose.
         if output.dtype in HALVES and name in OVERFLOWING:
@@ -350,13 +347,3 @@ def overflow_rows(subject: BuildSpec, samples: Sequence[Sample]) -> list[Row]:
     note, shapes = "; ".join([named, *overflows.faults[:1]]), f"{len(samples)} samples"
     origin = "every operation of the typed tower in torch"
     return [count_row("overflow", len(overflows.faults), origin, shapes=shapes, note=note)]
-
-
-def _tensors(args: Sequence[Any]) -> list[Tensor]:
-    flat: list[Tensor] = []
-    for argument in args:
-        if isinstance(argument, Tensor):
-            flat.append(argument)
-        elif isinstance(argument, tuple | list):
-            flat += [inner for inner in argument if isinstance(inner, Tensor)]
-    return flat
