@@ -61,7 +61,7 @@ class Call:
 
     @classmethod
     def of(cls, items: Sequence[MediaItem], merge: int, learned: int = 0) -> Call:
-        pieces: list[Piece] = []
+        pieces, absent = list[Piece](), set[Cell]()
         for number, item in enumerate(items):
             group = pieces[-1].group + 1 if pieces else 0
             sizes = item.slices or (item.grid[1:],) * item.grid[0]
@@ -72,20 +72,9 @@ class Call:
                 sides = {"rows": rows // merge, "columns": columns // merge}
                 own = group + (place if together else at)
                 pieces.append(Piece(item=number, number=at, **sides, frame=frame, group=own, learned=learned))
-        cells = [
-            [cell for piece in pieces if piece.item == at for cell in piece.cells()]
-            for at in range(len(items))
-        ]
-        present = [
-            range(len(own)) if item.cells is None else set(item.cells.tolist())
-            for own, item in zip(cells, items, strict=True)
-        ]
-        absent = (
-            cell
-            for own, there in zip(cells, present, strict=True)
-            for at, cell in enumerate(own)
-            if at not in there
-        )
+            if item.cells is not None:
+                cells = [cell for piece in pieces if piece.item == number for cell in piece.cells()]
+                absent |= {cells[at] for at in {*range(len(cells))} - {*item.cells.tolist()}}
         return cls(pieces=tuple(pieces), merge=merge, absent=frozenset(absent))
 
     @classmethod
