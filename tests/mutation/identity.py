@@ -11,13 +11,13 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from vlexport.bundle import BuildKey, Bundle, Manifest, Verdict, key_of
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import BundleError, ParityError
 from vlexport.parity.check import check
-from vlexport.parity.report import VERDICTS
+from vlexport.parity.report import Verdict as Status
 from vlexport.runtime.opening import open_engine
 from vlexport.specs import Range, ShapeProfile
 
@@ -115,7 +115,7 @@ def _stored(bundle: Bundle, builder: _Builder) -> Found:
 
 def _refusals(bundle: Bundle, builder: _Builder) -> Found:
     """A verdict other than passed and an altered payload are refused."""
-    for status in VERDICTS:
+    for status in get_args(Status):
         marked = builder.module.Built(bundle=bundle.with_verdict(Verdict(status=status)), cached=False)
         if marked.is_good != (status == "passed"):
             yield LEVEL, f"a bundle marked {status} is taken as {'good' if marked.is_good else 'bad'}"

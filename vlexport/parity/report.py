@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 from vlexport.codec import Json, JsonObject, Measure, canonical, decode, encode, freeze_object
 from vlexport.errors import InputError
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from vlexport.bundle import Verdict as StoredVerdict
 
 Verdict = Literal["passed", "failed", "observed", "blocked", "not_run"]
-VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 SCHEMA = 1
 REQUIRED_LEVELS = ("L0", "L1", "L3")
 WIDTH = 110
@@ -239,12 +238,9 @@ class ParityReport:
     def summary(self) -> str:
         """Return one line: rows by kind, the metric nearest to its limit and where that was, the verdict."""
         judged = [row for row in self.rows if row.verdict in ("passed", "failed", "blocked")]
-        kinds = {
-            "exact": [row for row in judged if row.is_exact],
-            "numeric": [row for row in judged if not row.is_exact],
-        }
         parts = []
-        for kind, rows in kinds.items():
+        for kind, is_exact in (("exact", True), ("numeric", False)):
+            rows = [row for row in judged if row.is_exact == is_exact]
             passed = sum(row.verdict == "passed" for row in rows)
             parts.append(f"{passed} {kind}" if passed == len(rows) else f"{passed} of {len(rows)} {kind}")
         others = Counter(row.verdict for row in self.rows if row.verdict in ("observed", "not_run"))
