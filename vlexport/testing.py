@@ -40,7 +40,7 @@ from vlexport.errors import BundleError
 from vlexport.parity.check import Checker, run_checks
 from vlexport.parity.inputs_exact import fault_rows, guarded
 from vlexport.parity.report import ParityReport, Row
-from vlexport.parity.samples import SampleRules, symbol_values
+from vlexport.parity.samples import SampleRules, blank, symbol_values
 from vlexport.parity.tables import Faults
 from vlexport.recipe import Recipe, find_recipe
 from vlexport.specs import Precision, ShapeProfile, check_within
@@ -187,7 +187,8 @@ def _runs(subject: BuildSpec) -> Faults:
 
 def _shapes(subject: BuildSpec, rules: SampleRules) -> Faults:
     for mix in subject.recipe.shape_sets(subject.config).values():
-        check_within(rules.profile, symbol_values(subject.recipe, subject.config, mix, rules))
+        items = [blank(subject.recipe, subject.config, kind, grid) for kind, grid in mix]
+        check_within(rules.profile, symbol_values(subject.recipe, subject.config, items, rules))
     return {"shapes": ""}
 
 

@@ -17,7 +17,7 @@ from vlexport.backends import Progress
 from vlexport.errors import InputError, LimitError
 from vlexport.parity.report import Row
 from vlexport.recipe import Recipe
-from vlexport.specs import MediaItem, Multiple, Range, ShapeProfile, Symbol, TensorSpec, bind, check_within
+from vlexport.specs import MediaItem, Range, ShapeProfile, Symbol, TensorSpec, bind, check_within
 from vlexport.vision.attention.packing import Packing
 from vlexport.vision.attention.segmentation import take_cells
 from vlexport.vision.preprocess import PixelNormalisation
@@ -57,9 +57,8 @@ class Sample:
     def digest(self) -> str:
         hashed = hashlib.sha256()
         for item in self.items:
-            cut = (item.grid, item.slices, item.frame_groups)
-            if item.cells is not None:
-                cut = (*cut, item.cells.tolist())  # type: ignore[assignment]
+            cells = () if item.cells is None else (item.cells.tolist(),)
+            cut = (item.grid, item.slices, item.frame_groups, *cells)
             hashed.update(f"{item.kind} {cut} {item.patches.dtype} {tuple(item.patches.shape)}\n".encode())
             hashed.update(item.patches.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
         return hashed.hexdigest()
@@ -86,7 +85,6 @@ class SampleRules:
     tokens: Symbol | None
     form: str
     max_patches: int
-    seed: int = 0
 
 
 def samples(recipe: Recipe[Any], config: Any, rules: SampleRules) -> Iterator[Sample | Row]:
@@ -104,13 +102,13 @@ def samples(recipe: Recipe[Any], config: Any, rules: SampleRules) -> Iterator[Sa
 
     largest_first = sorted(fitting, key=lambda name: (len(mixes[name]), name), reverse=True)
     some = next(filter(is_cut, largest_first), None) if packing.takes_cells else None
-    faint = next(iter(sorted(sizes, key=lambda name: (abs(sizes[name] - 64), name))), None)
+    faint = min(sizes, key=lambda name: (abs(sizes[name] - 64), name), default=None)
     for number, name in enumerate(sorted(mixes, key=lambda name: (sizes[name], name))):
         reason = _misfit(recipe, config, mixes[name], rules)
         if reason is not None:
             yield Row(level="L1", check="shapes", shapes=name, note=reason, given="not_run")
             continue
-        items = random_items(recipe, config, mixes[name], seed=1000 * rules.seed + number)
+        items = random_items(recipe, config, mixes[name], seed=number)
         yield Sample(name=name, items=items)
         if name == faint:
             levels = packing.levels
@@ -190,7 +188,7 @@ def _misfit(
 
 def _outside(recipe: Recipe[Any], config: Any, items: Sequence[MediaItem], rules: SampleRules) -> str | None:
     try:
-        check_within(rules.profile, _values(recipe, config, items, rules))
+        check_within(rules.profile, symbol_values(recipe, config, items, rules))
     except LimitError as error:
         return f"outside the profile: {str(error).split(';', maxsplit=1)[0]}"
     except InputError as error:
@@ -208,15 +206,9 @@ def require_fit(subject: BuildSpec, item: MediaItem) -> MediaItem:
 
 
 def symbol_values(
-    recipe: Recipe[Any], config: Any, mix: Sequence[tuple[str, Grid]], rules: SampleRules
-) -> dict[Symbol, int]:
-    """Return the value of every symbol of the engine's inputs for a mix."""
-    return _values(recipe, config, [blank(recipe, config, kind, grid) for kind, grid in mix], rules)
-
-
-def _values(
     recipe: Recipe[Any], config: Any, items: Sequence[MediaItem], rules: SampleRules
 ) -> dict[Symbol, int]:
+    """Return the value of every symbol of the engine's inputs for these items."""
     inputs: Mapping[str, Tensor] = recipe.prepare(config, items, rules.form)
     return bind(rules.inputs, {name: tuple(tensor.shape) for name, tensor in inputs.items()})
 
@@ -274,7 +266,5 @@ def patch_symbol(inputs: Sequence[TensorSpec]) -> Symbol | None:
 
 
 def _row_symbol(specs: Sequence[TensorSpec]) -> Symbol | None:
-    first = specs[0].shape[0] if specs and specs[0].shape else None
-    if isinstance(first, Multiple):
-        return first.symbol
-    return first if isinstance(first, Symbol) else None
+    symbols = specs[0].symbols() if specs else {}
+    return next((symbol for symbol, (axis, _) in symbols.items() if axis == 0), None)
