@@ -310,11 +310,7 @@ class MediaBounds:
     def of(cls, profile: str) -> MediaBounds | None:
         match = re.fullmatch(r"custom-(\d{1,18})-(\d{1,18})-(\d{1,18})-(\d{1,18})", profile, re.ASCII)
         try:
-            return (
-                None
-                if match is None
-                else cls(**dict(zip(cls.__slots__, map(int, match.groups()), strict=True)))
-            )
+            return cls(**dict(zip(cls.__slots__, map(int, match.groups()), strict=True))) if match else None
         except InputError:
             return None
 

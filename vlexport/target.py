@@ -57,8 +57,10 @@ class Target:
             words.append(f"torch={self.torch}")
         return ",".join(words)
 
-    def json_value(self) -> str:
+    def __str__(self) -> str:
         return self.tag
+
+    json_value = __str__
 
     @classmethod
     def from_json_value(cls, value: object, where: str) -> Target:
@@ -85,9 +87,6 @@ class Target:
             f"target {tag[:160]!r} given; expected 'backend@version,platform,device' and, where they matter, "
             f"',isa=...' and ',torch=...' in this order. Copy the tag from `vlexport inspect`."
         )
-
-    def __str__(self) -> str:
-        return self.tag
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
