@@ -384,6 +384,5 @@ def take_rounds(contenders: Sequence[Contender], options: BenchOptions, progress
                 contender.peak_bytes = max(contender.peak_bytes or 0, torch.cuda.max_memory_allocated())
     means = {contender.name: list(map(statistics.fmean, contender.rounds)) for contender in contenders}
     for contender in contenders:
-        contender.ratio = (
-            paired(means[contender.base], means[contender.name]) if contender.base in means else None
-        )
+        if contender.base in means:
+            contender.ratio = paired(means[contender.base], means[contender.name])

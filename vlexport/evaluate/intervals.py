@@ -40,7 +40,7 @@ def wilson(right: float, total: int) -> Estimate:
     return Estimate(value=share, low=max(0.0, centre - reach), high=min(1.0, centre + reach))
 
 
-def means(columns: Sequence[Sequence[float]], seed: int = 0) -> list[Estimate]:
+def means(columns: Sequence[Sequence[float]]) -> list[Estimate]:
     """Return the mean of each column and, from ten values on, the bounds of 95 % of resampled means.
 
     All columns are of the same things, which are drawn together.
@@ -51,7 +51,7 @@ def means(columns: Sequence[Sequence[float]], seed: int = 0) -> list[Estimate]:
     count, averages = len(values_NM), values_NM.mean(0).tolist()
     if count < LEAST:
         return [Estimate(value=value, low=None, high=None) for value in averages]
-    source, one = torch.Generator().manual_seed(seed), torch.ones(1, 1, dtype=torch.float64)
+    source, one = torch.Generator().manual_seed(0), torch.ones(1, 1, dtype=torch.float64)
     drawn = []
     for _ in range(RESAMPLES // AT_ONCE):
         picks = torch.randint(count, (AT_ONCE, count), generator=source)
@@ -78,22 +78,22 @@ class Interval:
         return f"{self.median:.2f} ({self.low:.2f} to {self.high:.2f})"
 
 
-def paired(over: Sequence[float], under: Sequence[float], seed: int = 0) -> Interval:
+def paired(over: Sequence[float], under: Sequence[float]) -> Interval:
     """Return the median of `over / under`, round by round, with its bootstrap interval."""
     ratios = [one / other for one, other in zip(over, under, strict=True)]
-    return _interval(statistics.median(ratios), _resampled(seed, ratios)[0])
+    return _interval(statistics.median(ratios), _resampled(ratios)[0])
 
 
-def unpaired(over: Sequence[float], under: Sequence[float], seed: int = 0) -> Interval:
+def unpaired(over: Sequence[float], under: Sequence[float]) -> Interval:
     """Return the ratio of the medians of two runs, with an interval over both resampled."""
-    one, other = _resampled(seed, over, under)
+    one, other = _resampled(over, under)
     return _interval(statistics.median(over) / statistics.median(under), one / other)
 
 
-def _resampled(seed: int, *runs: Sequence[float]) -> list[Tensor]:
+def _resampled(*runs: Sequence[float]) -> list[Tensor]:
     import torch
 
-    source = torch.Generator().manual_seed(seed)
+    source = torch.Generator().manual_seed(0)
     picks = [torch.randint(len(run), (RESAMPLES, len(run)), generator=source) for run in runs]
     values = [torch.tensor(run, dtype=torch.float64) for run in runs]
     return [run[chosen].quantile(0.5, dim=-1) for run, chosen in zip(values, picks, strict=True)]

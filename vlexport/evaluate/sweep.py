@@ -12,7 +12,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 import torch.nn.functional as F
 
-from vlexport.backends import Options
+from vlexport.backends import Options, Progress
 from vlexport.bundle import Bundle
 from vlexport.checkpoint import Checkpoint
 from vlexport.codec import checked
@@ -46,8 +46,6 @@ from vlexport.vision.grid_tower import GridPacking
 
 if TYPE_CHECKING:
     from vlexport.runtime.request import VideoSource
-
-Progress = Callable[[str, float], None]
 
 RATES = (0.0, 0.3, 0.5, 0.7, 0.9)
 SELECTORS = (*METHODS, *BASELINES)
