@@ -1,22 +1,5 @@
 """Errors raised by vlexport, and their exit codes on the command line.
 
-VlexportError                    1    any other error
-├── InternalError                1    a bug of vlexport or of a library, met by one request
-├── RequestError                 2    an invalid or unsupported request
-│   ├── CheckpointError               a checkpoint that cannot be read or lacks what the recipe needs
-│   ├── UnknownModelError             a model type without a recipe
-│   ├── UnsupportedError              a combination of options that no backend or recipe supports
-│   ├── MediaError                    an image or video that cannot be read
-│   └── InputError                    tensors, grids or options that contradict each other
-├── ParityError                  3    a bundle that failed its accuracy check
-├── MisfitError                  4    another machine, library version or recipe, or no such library
-├── BundleError                  5    a bundle that is corrupt
-│   ├── NoBundleError            2    a path that is no bundle
-│   └── UntrustedError                an intact bundle that was neither built here nor approved
-├── LimitError                   6    an input outside a profile or a limit
-├── ResourceError                7    lack of memory or disk space
-└── LockedError                  8    an entry that another build holds
-
 Messages contain what was given, what was expected and what to do next.
 """
 
