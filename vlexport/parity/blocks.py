@@ -104,13 +104,14 @@ def forced(
     subject: BuildSpec, profile: ShapeProfile, samples: Sequence[Sample], blocks: Mapping[str, BlockRows]
 ) -> Iterator[tuple[str, str, Tensor]]:
     """Yield (sample, stage, rows) for every stage; outputs of the last one come under their own names."""
-    tower = staged(subject.tower())
+    tower, width = staged(subject.tower()), next(iter(blocks.values()))[0][0].shape[-1]
     for group in groups(tower):
-        extra = dict.fromkeys(group.rows, _width(blocks))
+        extra = dict.fromkeys(group.rows, width)
         with running(subject, profile, TeacherForced(tower, group), extra) as run:
             for sample in samples:
                 rows = blocks[sample.name]
-                outputs = run(sample, _inputs(group, rows))
+                taken = [*(before for before, _ in rows), rows[-1][1]]
+                outputs = run(sample, {name: taken[index] for name, index in group.rows.items()})
                 yield from ((sample.name, stage, rows_NC) for stage, rows_NC in outputs.items())
 
 
@@ -226,13 +227,3 @@ def _with_rows(recipe: Recipe[Any], extra: Mapping[str, int]) -> Recipe[Any]:
         return tapped
 
     return replace(recipe, packing=packing)
-
-
-def _width(blocks: Mapping[str, BlockRows]) -> int:
-    rows = next(iter(blocks.values()))
-    return rows[0][0].shape[-1]
-
-
-def _inputs(group: Group, rows: BlockRows) -> dict[str, Tensor]:
-    taken = [*(before for before, _ in rows), rows[-1][1]]
-    return {name: taken[index] for name, index in group.rows.items()}

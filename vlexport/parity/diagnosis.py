@@ -88,7 +88,8 @@ def layer_curve(subject: BuildSpec, profile: ShapeProfile, sample: Sample) -> La
         ]
         del reference
     main = readings[0]
-    own = _own(subject, profile, main)
+    stages = forced(subject, profile, [sample], {sample.name: main.blocks})
+    own = {stage: _judged(subject, main, stage, rows) for _, stage, rows in stages}
     drift = _drift(subject, profile, main)
     points = tuple(
         LayerPoint(
@@ -105,14 +106,6 @@ def layer_curve(subject: BuildSpec, profile: ShapeProfile, sample: Sample) -> La
     return LayerCurve(shapes=sample.name, points=points, first_bad=bad, cause=meaning)
 
 
-def _own(subject: BuildSpec, profile: ShapeProfile, reading: Reading) -> dict[str, Row]:
-    blocks = {reading.sample.name: reading.blocks}
-    return {
-        stage: _judged(subject, reading, stage, rows)
-        for _, stage, rows in forced(subject, profile, [reading.sample], blocks)
-    }
-
-
 def _judged(subject: BuildSpec, reading: Reading, stage: str, rows: Tensor) -> Row:
     """Return the row of a stage: within its limit, or within 5 times what the reference's float32 loses."""
 
@@ -123,8 +116,7 @@ def _judged(subject: BuildSpec, reading: Reading, stage: str, rows: Tensor) -> R
 
 
 def _drift(subject: BuildSpec, profile: ShapeProfile, reading: Reading) -> dict[str, float | None]:
-    tower = subject.tower()
-    with running(subject, profile, Tapped(tower), {}) as run:
+    with running(subject, profile, Tapped(subject.tower()), {}) as run:
         taps = run(reading.sample, {})
     return {
         stage: metrics.relative_l2 if (metrics := measured(rows, reading.expected(stage))) else math.nan

@@ -74,7 +74,7 @@ def compare(actual: Tensor, expected: Tensor) -> Metrics | Incomparable:
         return Incomparable(reason="the reference itself is not finite")
     if not expected.any():
         return Incomparable(reason="the reference itself is zero throughout: are the weights all zero?")
-    if _same_memory(actual, expected):
+    if actual.device == expected.device and actual.data_ptr() == expected.data_ptr():
         return Incomparable(reason="the reference was compared with itself")
     width = expected.shape[-1] if expected.ndim else 1
     return _measure(
@@ -92,10 +92,6 @@ def floor_of(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> di
     """Return the errors of outputs by name, without those that cannot be compared."""
     errors = {name: measured(rows, expected[name]) for name, rows in actual.items()}
     return {name: metrics for name, metrics in errors.items() if metrics}
-
-
-def _same_memory(one: Tensor, other: Tensor) -> bool:
-    return one.device == other.device and one.data_ptr() == other.data_ptr()
 
 
 def _measure(actual_TC: Tensor, expected_TC: Tensor) -> Metrics:
