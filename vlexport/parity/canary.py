@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vlexport.parity.limits import Answer, blocked
-from vlexport.parity.reference import ReferenceOutputs
+from vlexport.parity.reference import Outputs, ReferenceOutputs
 from vlexport.parity.report import Row, count_row
 from vlexport.parity.samples import Sample
 from vlexport.vision.preprocess import PixelNormalisation
@@ -20,7 +20,6 @@ from vlexport.vision.preprocess import PixelNormalisation
 # Patches that hold more than noise about their mean: random ones deviate by about all of their size.
 LEAST_SPREAD = 0.1
 CANARY, ORIGIN = "wrong answers are refused", "answers spoiled on purpose take the engine's place"
-Outputs = Mapping[str, Tensor]
 Judge = Callable[[Sequence[Answer], ReferenceOutputs], Sequence[Row]]
 WRONG: Mapping[str, Callable[[Tensor], Tensor]] = {
     "all rows twice as long": lambda rows_TC: 2 * rows_TC,

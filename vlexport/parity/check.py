@@ -34,7 +34,7 @@ from vlexport.checkpoint import Checkpoint
 from vlexport.errors import ResourceError, UnsupportedError, VlexportError
 from vlexport.parity import inputs_exact
 from vlexport.parity.blocks import expected_rows, forced, running
-from vlexport.parity.canary import Judge, Outputs, canary_row, sample_row
+from vlexport.parity.canary import Judge, canary_row, sample_row
 from vlexport.parity.diagnosis import layer_curve
 from vlexport.parity.engine_contents import block_rows, rounding_rows, shows_blocks, unseen, weight_rows
 from vlexport.parity.graphs import graph_rows, portable_rows
@@ -50,7 +50,7 @@ from vlexport.parity.limits import (
     structure_rows,
 )
 from vlexport.parity.noise import cap_of, raised
-from vlexport.parity.reference import DEEP, ExactBlocks, ReferenceOutputs, run_blocks, run_reference
+from vlexport.parity.reference import DEEP, ExactBlocks, Outputs, ReferenceOutputs, run_blocks, run_reference
 from vlexport.parity.report import WHOLE, LayerCurve, ParityReport, Row, exact_row
 from vlexport.parity.samples import (
     MAX_PATCHES,

@@ -26,7 +26,7 @@ from vlexport.parity.blocks import stage_name, staged
 from vlexport.parity.limits import EPSILONS, NUM_NEIGHBOURS, block_limit, block_row, compared, moved, step_of
 from vlexport.parity.metrics import Exact
 from vlexport.parity.noise import LARGEST, float64_arithmetic, steps_of, tables_of
-from vlexport.parity.reference import BlockRows, ExactBlocks
+from vlexport.parity.reference import BlockRows, ExactBlocks, Outputs
 from vlexport.parity.report import Row, exact_row
 from vlexport.parity.samples import Sample, prepared, scaled
 from vlexport.recipe import Limit
@@ -34,7 +34,6 @@ from vlexport.specs import MediaItem
 from vlexport.vision.attention.layout import CallLayout
 from vlexport.vision.tower import StagedTower
 
-Taps = Mapping[str, Tensor]
 # A value further away than this is not the block's output with an error, but something else.
 NEAREST = 0.3
 # Root mean square of rows whose mean square is what norms add to it, 1e-6.
@@ -59,17 +58,14 @@ def weight_rows(inside: Inside, subject: BuildSpec) -> list[Row]:
         if is_held is None:
             lost.append(name)
         elif not is_held:
-            wrong.append(name)
-    differing = [f"{name} differs" for name in wrong]
+            wrong.append(f"{name} differs")
     count = len(names) + len(constants)
     note = f"{count - len(lost)} tensors, equal bit for bit"
     if subject.quantisation is not None:
         dtype = subject.dtype
         narrow = subject.quantisation.rest if dtype == "float32" else dtype
         note += f"; {_formats(held, names, dtype)}; attention in {narrow}, the rest {dtype}"
-    rows = [
-        exact_row("engine weights", differing, "the engine's own files", shapes="stored files", note=note)
-    ]
+    rows = [exact_row("engine weights", wrong, "the engine's own files", shapes="stored files", note=note)]
     if lost:
         note = f"{len(lost)} of {count} not found by name or content, such as {lost[0]}"
         rows.append(unseen("engine weights", note))
@@ -326,7 +322,7 @@ def _faint_rows(
             yield block_row(f"engine {stage_name(index)}", f"{name} rows", pair, exact, limit)
 
 
-def _nearest(taps: Taps, rows_NC: Tensor, restore: Callable[[Tensor], Tensor]) -> str | None:
+def _nearest(taps: Outputs, rows_NC: Tensor, restore: Callable[[Tensor], Tensor]) -> str | None:
     expected = restore(rows_NC).double()
     near, nearest = NEAREST * float(expected.norm()), None
     for name, rows in taps.items():

@@ -16,13 +16,12 @@ from vlexport._build.spec import BuildSpec
 from vlexport.backends import Progress
 from vlexport.errors import InputError, LimitError
 from vlexport.parity.report import Row
-from vlexport.recipe import Recipe
+from vlexport.recipe import Grid, Recipe
 from vlexport.specs import MediaItem, Range, ShapeProfile, Symbol, TensorSpec, bind, check_within
 from vlexport.vision.attention.packing import Packing
 from vlexport.vision.attention.segmentation import take_cells
 from vlexport.vision.preprocess import PixelNormalisation
 
-Grid = tuple[int, int, int]
 # Pixels this much fainter bring the first norm's statistics near its epsilon.
 FAINT = 1e-2
 # The share of cells that are left of a sample of some cells, and how it is called.
