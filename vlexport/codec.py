@@ -341,10 +341,9 @@ def _as(name: str, value: object, kind: Any) -> tuple[bool, Any]:
     if origin is Literal:
         return isinstance(value, str) and value in inner, value
     if origin in (tuple, Sequence):
-        fits = isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
-        if not fits:
+        if not isinstance(value, Sequence) or isinstance(value, str | bytes | bytearray):
             return False, None
-        items = [checked(f"{name}[{place}]", item, inner[0]) for place, item in enumerate(value)]  # type: ignore[arg-type, var-annotated]
+        items = [checked(f"{name}[{place}]", item, inner[0]) for place, item in enumerate(value)]
         return True, tuple(items)
     fits = isinstance(value, origin or kind)
     if fits and isinstance(value, str):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from vlexport._build.spec import BuildSpec
 from vlexport.errors import RequestError
@@ -13,10 +12,8 @@ from vlexport.media import MediaLimits, kind_of
 from vlexport.parity.report import ParityReport
 from vlexport.parity.samples import Sample, require_fit
 from vlexport.runtime.preprocess import naming, read_pixels
+from vlexport.runtime.request import Source
 from vlexport.specs import MediaItem, Pixels
-
-if TYPE_CHECKING:
-    from vlexport.runtime.request import Source
 
 # How the names of such calls begin.
 OWN = "own "
