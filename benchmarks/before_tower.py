@@ -23,7 +23,7 @@ from PIL import Image
 
 from benchmarks.answers import FRAMES_PER_SECOND, NOTHING_KEPT, WORDS
 from benchmarks.plans import FULL
-from benchmarks.tables import markdown, write_between
+from benchmarks.tables import markdown, publish
 from benchmarks.towers import default_recipe, write_tower
 from vlexport._build.build import build_checkpoint
 from vlexport._build.request import request
@@ -140,9 +140,7 @@ def main(arguments: Sequence[str]) -> None:
     question = f"A question about the film; at 0.7 the first token should come {SOONER} times as soon."
     tables = [about, "", *markdown(head, timed), "", question, "", *markdown(columns, asked)]
     text = "\n".join(tables)
-    sys.stdout.write(text + "\n")
-    if given.page:
-        write_between(given.page, BEGIN, END, text + "\n")
+    publish(text + "\n", given.page, BEGIN, END)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.memory import steal
-from benchmarks.tables import markdown, write_between
+from benchmarks.tables import markdown, publish
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- measured, written by `python -m benchmarks.first_hour` -->", "<!-- end of measured -->"
@@ -148,9 +148,7 @@ def main(arguments: Sequence[str]) -> None:
     memory, before, stolen = round(given.memory * GIB), os.getloadavg()[:2], steal()
     steps = first_hour(folder, given.python, given.depth, memory, given.constraints)
     text = text_of(steps, memory, given.depth, before, steal() - stolen)
-    sys.stdout.write(text + "\n")
-    if given.page:
-        write_between(given.page, BEGIN, END, text)
+    publish(text, given.page, BEGIN, END)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.patience import tower
-from benchmarks.tables import markdown, write_between, write_whole
+from benchmarks.tables import markdown, publish, write_whole
 from vlexport.target import processor_here
 
 BEGIN, END = "<!-- growth, written by `python -m benchmarks.growth` -->", "<!-- end of growth -->"
@@ -159,9 +159,7 @@ def main(arguments: Sequence[str]) -> None:
         f"{products}; {processor_here()}, load {loads[0]:.1f} to {loads[-1]:.1f}."
     )
     text = "\n".join([*markdown(COLUMNS, rows), "", words])
-    sys.stdout.write(text + "\n")
-    if given.page:
-        write_between(given.page, BEGIN, END, text)
+    publish(text, given.page, BEGIN, END)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ import numpy as np
 from PIL import Image
 
 from benchmarks.first_hour import GIB, ROOT, WRITER, Step, step
-from benchmarks.tables import markdown, write_between
+from benchmarks.tables import markdown, publish
 
 BEGIN, END = "<!-- measured, written by `python -m benchmarks.opening` -->", "<!-- end of measured -->"
 MAIN = "import sys; from vlexport.cli import main; sys.exit(main())"
@@ -239,9 +239,7 @@ def main(arguments: Sequence[str]) -> None:
         f"\n\n{given.depth} blocks, {given.builds} builds and {given.rounds} rounds, each side in "
         f"turn; load {load:.1f} before and {os.getloadavg()[0]:.1f} after on {os.cpu_count()} processors."
     )
-    sys.stdout.write(text + "\n")
-    if given.page:
-        write_between(given.page, BEGIN, END, text)
+    publish(text, given.page, BEGIN, END)
 
 
 if __name__ == "__main__":

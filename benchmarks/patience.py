@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.tables import markdown, write_between
+from benchmarks.tables import markdown, publish
 from benchmarks.towers import TowerSize, default_recipe, write_tower
 from vlexport import system
 
@@ -100,10 +100,7 @@ def main(arguments: Sequence[str]) -> None:
         "",
         *markdown(["seconds", *(f"{depth} blocks" if depth else "demo" for depth in depths)], medians),
     ]
-    text = "\n".join(lines)
-    sys.stdout.write(f"{text}\n")
-    if options.page:
-        write_between(options.page, BEGIN, END, text)
+    publish("\n".join(lines), options.page, BEGIN, END)
 
 
 if __name__ == "__main__":

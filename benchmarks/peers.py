@@ -24,7 +24,7 @@ import numpy as np
 from PIL import Image
 
 from benchmarks.first_hour import GIB, ROOT, Step, step
-from benchmarks.tables import markdown, write_between, write_whole
+from benchmarks.tables import markdown, publish, write_whole
 from vlexport.target import processor_here
 
 BEGIN, END = "<!-- measured, written by `python -m benchmarks.peers` -->", "<!-- end of measured -->"
@@ -292,9 +292,7 @@ def main(arguments: Sequence[str]) -> None:
             for peer in peers[:: -1 if number % 2 else 1]:
                 run.call(peer, size, number)
     text = text_of(run, peers)
-    sys.stdout.write(text + "\n")
-    if settings.page:
-        write_between(settings.page, BEGIN, END, text)
+    publish(text, settings.page, BEGIN, END)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from PIL import Image
 
 from benchmarks import memory
 from benchmarks.serving import SIZES
-from benchmarks.tables import markdown, write_between, write_whole
+from benchmarks.tables import markdown, publish, write_whole
 from benchmarks.towers import default_recipe, write_tower
 from vlexport.target import processor_here
 
@@ -228,9 +228,7 @@ def main(arguments: Sequence[str]) -> None:
     kinds = [kind for kind in ("ray", "vllm") if (folder / f"{kind}.json").exists()]
     tables = [table_of(kind, json.loads((folder / f"{kind}.json").read_text())) for kind in kinds]
     text = "\n\n".join([*tables, f"{os.cpu_count()} processors, {processor_here()}."])
-    sys.stdout.write(text + "\n")
-    if given.page:
-        write_between(given.page, BEGIN, END, text)
+    publish(text, given.page, BEGIN, END)
 
 
 if __name__ == "__main__":

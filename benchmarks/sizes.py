@@ -26,7 +26,7 @@ from PIL import Image
 from vlexport.recipes.demo.qwen2_5_vl import contents
 from vlexport.recipes.demo.writing import write_checkpoint
 
-from benchmarks.tables import markdown, write_between
+from benchmarks.tables import markdown, publish
 from benchmarks.towers import THREE_BILLION, TowerSize, default_recipe, write_tower
 from vlexport.backends import backend_names, find_backend, runs_here
 from vlexport.errors import VlexportError
@@ -245,9 +245,7 @@ def main(arguments: Sequence[str]) -> None:
         text = plan_table(given.folder, given.only)
     else:
         text = released_table(given.folder, given.only, given.depth)
-    sys.stdout.write(text + "\n")
-    if given.page:
-        write_between(given.page, BEGIN, END, text)
+    publish(text, given.page, BEGIN, END)
 
 
 if __name__ == "__main__":

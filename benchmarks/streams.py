@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.answers import FRAMES_PER_SECOND, NOTHING_KEPT, WORDS
 from benchmarks.plans import FULL
-from benchmarks.tables import markdown, write_between
+from benchmarks.tables import markdown, publish
 from benchmarks.towers import default_recipe, write_tower
 from vlexport._build.build import build_checkpoint
 from vlexport._build.request import request
@@ -128,9 +128,7 @@ def main(arguments: Sequence[str]) -> None:
     pushed = f"{about} Pairs of frames of {sides[0]}, of streams of ten and of one of {PAIRS}, in turn:"
     asked = f"The first token about {FRAMES} frames of {sides[1]}, {given.rounds} rounds:"
     text = "\n".join((pushed, "", *markdown(head, [grown]), "", asked, "", *markdown(columns, [begun])))
-    sys.stdout.write(text + "\n")
-    if given.page:
-        write_between(given.page, BEGIN, END, text + "\n")
+    publish(text + "\n", given.page, BEGIN, END)
 
 
 if __name__ == "__main__":

@@ -47,6 +47,13 @@ def write_between(page: Path, begin: str, end: str, new: str) -> None:
     page.write_text(replaced(page.read_text(encoding="utf-8"), begin, end, new), encoding="utf-8")
 
 
+def publish(text: str, page: Path | None, begin: str, end: str) -> None:
+    """Print a text, and write it between two marks of a page if there is one."""
+    sys.stdout.write(text.removesuffix("\n") + "\n")
+    if page:
+        write_between(page, begin, end, text)
+
+
 def with_table(text: str) -> str:
     """Return the text with the tables of recipes and backends between the marks written anew."""
     recipes = [
