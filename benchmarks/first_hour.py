@@ -26,6 +26,8 @@ from benchmarks.tables import markdown, publish
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- measured, written by `python -m benchmarks.first_hour` -->", "<!-- end of measured -->"
 GIB = 2**30
+# The command line of the tree that PYTHONPATH names.
+MAIN = "import sys; from vlexport.cli import main; sys.exit(main())"
 # In a process of its own: torch would raise the peak that those started from here begin with.
 WRITER = """
 import sys
@@ -37,6 +39,15 @@ from benchmarks.towers import THREE_BILLION
 tower = replace(THREE_BILLION, depth=int(sys.argv[2]), with_decoder=False)
 write_checkpoint(Path(sys.argv[1]), contents(tower), shards=4)
 """
+
+
+def apart(folder: Path, **more: str) -> dict[str, str]:
+    """Return the environment of a process that keeps its caches and temporary files in a folder, offline."""
+    places = {"XDG_CACHE_HOME": "cache", "XDG_DATA_HOME": "data", "TMPDIR": "tmp"}
+    for place in places.values():
+        (folder / place).mkdir(parents=True, exist_ok=True)
+    own = {name: str(folder / place) for name, place in places.items()}
+    return {**os.environ, **own, "HF_HUB_OFFLINE": "1", **more}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,11 +90,17 @@ def step(name: str, words: Sequence[object], variables: Mapping[str, str], memor
     )
 
 
-def prepare(folder: Path, depth: int) -> tuple[Path, Path]:
-    """Return a checkpoint and a wheel, made unless they are there."""
-    checkpoint, dist = folder / f"checkpoint-{depth}", folder / "dist"
+def released_tower(folder: Path, depth: int) -> Path:
+    """Return a checkpoint with so many blocks of the tower, written unless it is there."""
+    checkpoint = folder / f"checkpoint-{depth}"
     if not (checkpoint / "config.json").exists():
         subprocess.run([sys.executable, "-c", WRITER, checkpoint, str(depth)], check=True, cwd=ROOT)
+    return checkpoint
+
+
+def prepare(folder: Path, depth: int) -> tuple[Path, Path]:
+    """Return the checkpoint, and a wheel that is made anew."""
+    checkpoint, dist = released_tower(folder, depth), folder / "dist"
     shutil.rmtree(dist, ignore_errors=True)
     words = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(dist), str(ROOT)]
     subprocess.run([sys.executable, *words], check=True)

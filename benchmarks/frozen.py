@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -21,9 +20,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from benchmarks.first_hour import ROOT
+from benchmarks.first_hour import MAIN, ROOT, apart
 
-MAIN = "import sys; from vlexport.cli import main; sys.exit(main())"
 RECIPES = ("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "nemotron_vl", "minicpmv", "kimi_vl")
 # Every pair that runs on a processor.
 PRECISIONS: Mapping[str, tuple[tuple[str, ...], ...]] = {
@@ -46,10 +44,7 @@ class Tree:
     def __init__(self, name: str, path: Path, python: str, folder: Path) -> None:
         self.name, self.python, self.folder = name, python, folder / name
         self.outcomes: dict[str, object] = {}
-        self.variables = dict(os.environ) | {"PYTHONPATH": str(path), "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
-        for variable, place in {"XDG_CACHE_HOME": "cache", "XDG_DATA_HOME": "data", "TMPDIR": "tmp"}.items():
-            (self.folder / place).mkdir(parents=True, exist_ok=True)
-            self.variables[variable] = str(self.folder / place)
+        self.variables = apart(self.folder, PYTHONPATH=str(path), COLUMNS="200")
 
     def run(self, name: str, *words: object) -> object:
         """Run a command, keep its exit code and its document under a name, return the document."""

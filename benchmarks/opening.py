@@ -25,11 +25,10 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from benchmarks.first_hour import GIB, ROOT, WRITER, Step, step
+from benchmarks.first_hour import GIB, MAIN, ROOT, Step, apart, released_tower, step
 from benchmarks.tables import markdown, publish
 
 BEGIN, END = "<!-- measured, written by `python -m benchmarks.opening` -->", "<!-- end of measured -->"
-MAIN = "import sys; from vlexport.cli import main; sys.exit(main())"
 INTO, OUT = "--output-dir", "--output"
 BACKENDS = {
     "eager": ("float32", "bfloat16"),
@@ -61,17 +60,7 @@ class Side:
 
     def __init__(self, name: str, tree: Path, python: str, folder: Path, memory: int) -> None:
         self.name, self.python, self.folder, self.memory = name, python, folder / name, memory
-        self.folder.mkdir(parents=True, exist_ok=True)
-        places = {"XDG_CACHE_HOME": "cache", "XDG_DATA_HOME": "data", "TMPDIR": "tmp"}
-        for place in places.values():
-            (self.folder / place).mkdir(exist_ok=True)
-        own = {name: str(self.folder / place) for name, place in places.items()}
-        self.variables: Mapping[str, str] = {
-            **os.environ,
-            **own,
-            "PYTHONPATH": str(tree),
-            "HF_HUB_OFFLINE": "1",
-        }
+        self.variables = apart(self.folder, PYTHONPATH=str(tree))
         self.bundle = Path()
 
     def run(self, *words: object, program: str = MAIN, fine: Sequence[int] = (0,)) -> Step:
@@ -211,10 +200,8 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--page", type=Path, help="a Markdown page whose marked part is rewritten")
     given = parser.parse_args(arguments)
     folder, memory = given.folder.resolve(), round(given.memory * GIB)
-    checkpoint = folder / f"checkpoint-{given.depth}"
     folder.mkdir(parents=True, exist_ok=True)
-    if not (checkpoint / "config.json").exists():
-        subprocess.run([sys.executable, "-c", WRITER, checkpoint, str(given.depth)], check=True, cwd=ROOT)
+    checkpoint = released_tower(folder, given.depth)
     # Equal images would share a call.
     images = [folder / f"image{number}.png" for number in range(4)]
     draw = np.random.default_rng(0)
