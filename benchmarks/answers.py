@@ -24,7 +24,7 @@ from vlexport.runtime.encoder import EncoderOptions
 from vlexport.runtime.generate import RuntimeOptions
 from vlexport.runtime.pipeline import Pipeline, load
 from vlexport.runtime.request import Generation, Request
-from vlexport.specs import Pixels
+from vlexport.specs import MethodName, Pixels
 
 # Every question must pay for its tower, so nothing is kept between them.
 NOTHING_KEPT = RuntimeOptions(encoder=EncoderOptions(cache_bytes=0))
@@ -46,22 +46,31 @@ def _answered(
 ) -> list[QuestionCell]:
     os.dup2(2, 1)  # what libraries print is no data
     torch.set_num_threads(threads)
-    with quiet():
-        place = write_tower(folder / "checkpoint", recipe, plan.size, plan.decoder, plan.seed)
-        checkpoint = Checkpoint.open(place)
-        wanted = request(checkpoint, recipe=recipe, backend=plan.asked_backend, output_dir=folder / "engines")
-        bundle = build_checkpoint(wanted).require_passed()
-        options = Options(threads=threads)
-        with load(bundle.path, checkpoint=checkpoint, options=options, runtime=NOTHING_KEPT) as pipeline:
-            return [measure(pipeline, question, plan.seed) for question in questions]
+    with quiet(), opened(plan, recipe, folder, threads) as pipeline:
+        return [measure(pipeline, question, plan.seed) for question in questions]
+
+
+def opened(
+    plan: Plan, recipe: str, folder: Path, threads: int, selector: MethodName | None = None
+) -> Pipeline:
+    """Build the plan's tower for its backend, and open it with its decoder."""
+    place = write_tower(folder / "checkpoint", recipe, plan.size, plan.decoder, plan.seed)
+    source, backend = Checkpoint.open(place), plan.asked_backend
+    spec = request(source, backend, recipe=recipe, selector=selector, output_dir=folder / "engines")
+    bundle, options = build_checkpoint(spec).require_passed(), Options(threads=threads)
+    return load(bundle.path, checkpoint=source, options=options, runtime=NOTHING_KEPT)
+
+
+def noise(frames: int, side: int, seed: int = 0) -> Pixels:
+    """Return a film of random pixels."""
+    random = torch.Generator().manual_seed(seed)
+    pixels = torch.randint(0, 256, (frames, side, side, 3), dtype=torch.uint8, generator=random)
+    return Pixels(kind="video", frames=pixels, frames_per_second=FRAMES_PER_SECOND)
 
 
 def measure(pipeline: Pipeline, question: Question, seed: int) -> QuestionCell:
     """Answer once at each rate, then in rounds through the rates in random order and back."""
-    random = torch.Generator().manual_seed(seed)
-    shape = (question.frames, question.side, question.side, 3)
-    frames = torch.randint(0, 256, shape, dtype=torch.uint8, generator=random)
-    film = Pixels(kind="video", frames=frames, frames_per_second=FRAMES_PER_SECOND)
+    film = noise(question.frames, question.side, seed)
     generation = Generation(max_new_tokens=question.new_tokens, ignore_end=True)
     requests = {
         str(rate): Request(prompt=WORDS, videos=[film], prune=rate or None, generation=generation)

@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,13 @@ import numpy as np
 import torch
 from PIL import Image
 
-from benchmarks.answers import FRAMES_PER_SECOND, NOTHING_KEPT, WORDS
+from benchmarks.answers import FRAMES_PER_SECOND, WORDS, opened
 from benchmarks.plans import FULL
 from benchmarks.tables import markdown, publish
-from benchmarks.towers import default_recipe, write_tower
-from vlexport._build.build import build_checkpoint
-from vlexport._build.request import request
-from vlexport.backends import Options
-from vlexport.checkpoint import Checkpoint
+from benchmarks.towers import default_recipe
 from vlexport.evaluate.bench import order_of
 from vlexport.evaluate.intervals import paired
-from vlexport.runtime.pipeline import Pipeline, load
+from vlexport.runtime.pipeline import Pipeline
 from vlexport.runtime.request import Generation, Request
 from vlexport.specs import Pixels
 
@@ -116,17 +113,12 @@ def main(arguments: Sequence[str]) -> None:
     given = parser.parse_args(arguments)
     threads = os.cpu_count() or 1
     torch.set_num_threads(threads)
-    recipe, options = default_recipe(), Options(threads=threads)
-    source = Checkpoint.open(write_tower(given.folder / "checkpoint", recipe, FULL.size, FULL.decoder))
     media = {"16 frames of 448x448": (film(), VIDEO)}
     media |= {path.stem: (page_of(path), PAGES) for path in given.pages}
     timed, asked = [], []
     for backend in BACKENDS:
-        spec = request(
-            source, recipe=recipe, backend=backend, selector=RULES, output_dir=given.folder / "engines"
-        )
-        bundle = build_checkpoint(spec).require_passed()
-        with load(bundle.path, checkpoint=source, options=options, runtime=NOTHING_KEPT) as pipeline:
+        plan = replace(FULL, asked_backend=backend)
+        with opened(plan, default_recipe(), given.folder, threads, RULES) as pipeline:
             for name, (pixels, rules) in media.items():
                 timed += [(backend, name, *line) for line in calls(pipeline, pixels, rules, given.rounds)]
             asked += [(backend, *line) for line in answers(pipeline, given.rounds)]

@@ -17,36 +17,25 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.answers import FRAMES_PER_SECOND, NOTHING_KEPT, WORDS
+from benchmarks.answers import FRAMES_PER_SECOND, WORDS, noise, opened
 from benchmarks.plans import FULL
 from benchmarks.tables import markdown, publish
-from benchmarks.towers import default_recipe, write_tower
-from vlexport._build.build import build_checkpoint
-from vlexport._build.request import request
-from vlexport.backends import Options
-from vlexport.checkpoint import Checkpoint
+from benchmarks.towers import default_recipe
 from vlexport.evaluate.intervals import paired
-from vlexport.runtime.pipeline import Pipeline, load
+from vlexport.runtime.pipeline import Pipeline
 from vlexport.runtime.request import Generation, Request
 from vlexport.runtime.video_stream import VideoStream
-from vlexport.specs import Pixels
 
 BEGIN = "<!-- streams, written by `python -m benchmarks.streams` -->"
 END = "<!-- end of streams -->"
-BACKEND = "onnxruntime"
 PAIRS, PART, SIDE = 1_000, 200, 56
 FRAMES, FILM_SIDE, SHARE = 64, 224, 0.2
 ONE_TOKEN = Generation(max_new_tokens=1, ignore_end=True)
 
 
-def noise(frames: int, side: int) -> torch.Tensor:
-    draw = torch.Generator().manual_seed(0)
-    return torch.randint(0, 256, (frames, side, side, 3), dtype=torch.uint8, generator=draw)
-
-
 def pairs(pipeline: Pipeline) -> tuple[str, ...]:
     """Return a line on the last pairs of a long stream, in turn with those of short ones."""
-    frames, seconds = noise(16, SIDE), dict[str, list[float]](long=[], short=[])
+    frames, seconds = noise(16, SIDE).frames, dict[str, list[float]](long=[], short=[])
 
     def push(stream: VideoStream, number: int) -> float:
         stream.push(frames[2 * number % 16])
@@ -75,14 +64,10 @@ def pairs(pipeline: Pipeline) -> tuple[str, ...]:
 def first_tokens(pipeline: Pipeline, rounds: int) -> tuple[str, ...]:
     """Return a line on how soon an answer begins, of a stream and of a clip."""
     film = noise(FRAMES, FILM_SIDE)
-    clip = Request(
-        prompt=WORDS,
-        videos=[Pixels(kind="video", frames=film, frames_per_second=FRAMES_PER_SECOND)],
-        generation=ONE_TOKEN,
-    )
+    clip = Request(prompt=WORDS, videos=[film], generation=ONE_TOKEN)
     seconds: dict[str, list[float]] = {"stream": [], "clip": []}
     with pipeline.watch(fps=FRAMES_PER_SECOND) as stream:
-        for frame in film:
+        for frame in film.frames:
             stream.push(frame)
         for number in range(-1, rounds):
             for name in ("stream", "clip"):
@@ -114,13 +99,9 @@ def main(arguments: Sequence[str]) -> None:
     given = parser.parse_args(arguments)
     threads = os.cpu_count() or 1
     torch.set_num_threads(threads)
-    recipe, options = default_recipe(), Options(threads=threads)
-    source = Checkpoint.open(write_tower(given.folder / "checkpoint", recipe, FULL.size, FULL.decoder))
-    spec = request(source, recipe=recipe, backend=BACKEND, output_dir=given.folder / "engines")
-    bundle = build_checkpoint(spec).require_passed()
-    with load(bundle.path, checkpoint=source, options=options, runtime=NOTHING_KEPT) as pipeline:
+    with opened(FULL, default_recipe(), given.folder, threads) as pipeline:
         grown, begun = pairs(pipeline), first_tokens(pipeline, given.rounds)
-    tower = f"{BACKEND}, tower of width {FULL.size.width}, depth {FULL.size.depth}, float32"
+    tower = f"{FULL.asked_backend}, tower of width {FULL.size.width}, depth {FULL.size.depth}, float32"
     about = f"{tower}, {threads} threads, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}."
     head = ("rows", "prefilled", "first pairs, ms", f"pairs up to {PAIRS}, ms", "ratio")
     columns = ("prompt, tokens", "stream, s", "clip, s", "ratio", f"goal of {SHARE}")
