@@ -24,12 +24,11 @@ from vlexport.recipes.demo.writing import write_checkpoint
 
 from benchmarks.tables import markdown, write_between
 from vlexport._build.export import trace
+from vlexport._build.request import request
 from vlexport._build.spec import BuildSpec
-from vlexport.backends import Engine, EngineSpec, Folder, Options, find_backend
-from vlexport.checkpoint import Checkpoint
+from vlexport.backends import Engine, EngineSpec, Folder, Options
 from vlexport.errors import InputError, LimitError
 from vlexport.parity.samples import prepared, random_items
-from vlexport.recipe import recipe_for
 from vlexport.specs import MediaItem
 from vlexport.target import processor_here
 
@@ -45,21 +44,8 @@ Rows = list[torch.Tensor]
 
 def subject_of(folder: Path, backend: str) -> BuildSpec:
     """Return a tower of a checkpoint for a backend, in float32 where it names no other precision."""
-    checkpoint, (name, _, spelled) = Checkpoint.open(folder), backend.partition(" ")
-    recipe, chosen = recipe_for(checkpoint), find_backend(name)
-    config = recipe.read_config(checkpoint)
-    return BuildSpec(
-        recipe=recipe,
-        config=config,
-        checkpoint=checkpoint,
-        form=chosen.form,
-        precision=next(
-            each.precision for each in chosen.capabilities if each.spelled == (spelled or "float32")
-        ),
-        profile=next(iter(recipe.profiles(config).values())),
-        tensors=recipe.stored_tensors(checkpoint, config),
-        backend=chosen,
-    )
+    name, _, scheme = backend.partition(" ")
+    return request(folder, name, quantize=scheme or None)
 
 
 @contextmanager
