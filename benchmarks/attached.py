@@ -32,6 +32,7 @@ from benchmarks.classes import (
     tiny_config,
     write_pixels,
 )
+from benchmarks.memory import own as resident
 from benchmarks.tables import write_between, write_whole
 from vlexport._build.build import build_checkpoint
 from vlexport._build.request import request
@@ -394,11 +395,6 @@ def wide(folder: Path) -> None:
     model.load_state_dict({**model.state_dict(), **random_state(model)})
     model.save_pretrained(folder)
     write_pixels(folder, model.model)
-
-
-def resident() -> int:
-    """Return the bytes of memory of this process that are in no file."""
-    return 1024 * int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0])
 
 
 def held(folder: Path, bundle: Path) -> dict[str, int]:

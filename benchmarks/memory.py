@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import sys
 from pathlib import Path
 
@@ -25,14 +23,6 @@ def own_peak() -> int:
     """Return the most that `own` has been since `forget_peak`, pages of files taken as they are now."""
     peak, resident = (_field("/proc/self/status", field) for field in ("VmHWM:", "VmRSS:"))
     return peak - resident + own()
-
-
-def give_back() -> None:
-    """Return free memory to the system, where the C library can."""
-    gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:  # only the GNU library has it
-        trim(0)
 
 
 def forget_peak() -> None:

@@ -31,6 +31,7 @@ from vlexport.evaluate.bench import LEAST_SAMPLE_S, MOST_REPEATS
 from vlexport.parity.noise import in_dtype
 from vlexport.recipe import recipe_for
 from vlexport.specs import MediaItem, Precision, ShapeProfile, TensorSpec
+from vlexport.system import give_back
 
 Numbers = dict[str, float]
 
@@ -107,7 +108,7 @@ class Server:
                 self.load(self._random(min(([grid for _, grid in mix] for mix in mixes), key=num_patches)))
                 self._timed()
         # Blocks that the C library keeps after a larger call are no part of this one.
-        memory.give_back()
+        give_back()
         self._base = memory.own() if fresh else self._base
         memory.forget_peak()
         self.load(self._random(grids))
@@ -118,7 +119,7 @@ class Server:
         most = memory.own_peak()
         if self.contender.kind == "compiled":
             # What compiling leaves behind is not needed for a run.
-            memory.give_back()
+            give_back()
             self._base = memory.own()
         return {"first_seconds": first, "peak": most}
 

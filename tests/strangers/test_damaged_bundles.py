@@ -25,6 +25,7 @@ from vlexport.checkpoint import Checkpoint
 from vlexport.errors import UNEXPECTED, BundleError, MisfitError, VlexportError
 from vlexport.recipe import find_recipe
 from vlexport.runtime.encoder import EngineSession
+from vlexport.system import give_back
 
 MEBI = 2**20
 
@@ -69,7 +70,7 @@ def test_damaged_bundles_are_refused_before_a_changed_byte_is_handed_out(tmp_pat
     sound = {name: (bundle / name).read_bytes() for name in (MANIFEST_NAME, *LONG)}
     opened_and_read(bundle, LONG, data)
     listing = sorted(tmp_path.rglob("*"))
-    memory.give_back()
+    give_back()
     memory.forget_peak()
     before, longest, refused = memory.own(), 0.0, 0
     for seed in range(count):
