@@ -81,6 +81,11 @@ def calls(bundle: str, precision: str, sizes: Sequence[int], threads: int) -> No
             sys.stdout.flush()
 
 
+def python(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run a module in a process of its own."""
+    return subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, check=False)
+
+
 def measured(folder: Path, name: str, given: argparse.Namespace) -> dict[str, Any]:
     """Build unless that was done, and call; what fails has its last line."""
     backend, _, precision = name.partition(" ")
@@ -89,22 +94,12 @@ def measured(folder: Path, name: str, given: argparse.Namespace) -> dict[str, An
     words = ["build", str(checkpoint), "--backend", backend, *chosen, "--output-dir", str(engines)]
     limits = ["--max-pixels", str(2576 * 1904), "--max-images", "1"]
     began = time.monotonic()
-    built = subprocess.run(
-        [sys.executable, "-m", "vlexport", *words, *limits, "--json"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    built = python("vlexport", *words, *limits, "--json")
     if built.returncode not in (0, 3):
         return {"reason": built.stderr.strip().splitlines()[-1]}
     document = json.loads(built.stdout)
     job = json.dumps([document["bundle"], precision, given.sizes, given.threads])
-    ran = subprocess.run(
-        [sys.executable, "-m", "benchmarks.growth", str(folder), "--job", job],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ran = python("benchmarks.growth", str(folder), "--job", job)
     lines = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
     reason = ran.stderr.strip().splitlines()[-1][:200] if ran.returncode else ""
     parity = document["parity"]["status"]
@@ -146,14 +141,12 @@ def main(arguments: Sequence[str]) -> None:
             results[name] = measured(folder, name, given)
             write_whole(file, json.dumps(results, indent=1) + "\n")
     rows = [row for name, found in results.items() for row in rows_of(name, found)]
-    made = [call for found in results.values() for call in found.get("calls", ())]
+    done = [(name.split()[1], call) for name, found in results.items() for call in found.get("calls", ())]
     speeds: dict[str, float] = {}
-    for name, found in results.items():
-        precision = name.split()[1]
-        for call in found.get("calls", ()):
-            speeds[precision] = max(call["speed"] / 1e9, speeds.get(precision, 0))
+    for precision, call in done:
+        speeds[precision] = max(call["speed"] / 1e9, speeds.get(precision, 0))
     products = ", ".join(f"{precision} {speed:.0f} GOP/s" for precision, speed in speeds.items())
-    loads = sorted(call["load"] for call in made)
+    loads = sorted(call["load"] for _, call in done)
     words = (
         f"{DEPTH} blocks, {given.threads} threads, one call of each size; bare products at their fastest: "
         f"{products}; {processor_here()}, load {loads[0]:.1f} to {loads[-1]:.1f}."

@@ -172,13 +172,10 @@ def measure(folder: Path, kind: str, rounds: int, threads: int) -> None:
             }  # fmt: skip
             # In a process of its own: Ray keeps what it has started.
             ran = [sys.executable, "-m", "benchmarks.processes", str(folder), "--kind", kind, "--job"]
-            text = subprocess.run(
-                [*ran, json.dumps(job)], stdout=subprocess.PIPE, text=True, check=True
-            ).stdout
-            found.append(
-                json.loads(text.strip().splitlines()[-1]) | {"count": count, "threads": job["threads"]}
-            )
-            found[-1]["load"] = os.getloadavg()[0]
+            done = subprocess.run([*ran, json.dumps(job)], stdout=subprocess.PIPE, text=True, check=True)
+            record = json.loads(done.stdout.strip().splitlines()[-1])
+            about = {"count": count, "threads": job["threads"], "load": os.getloadavg()[0]}
+            found.append(record | about)
             sys.stdout.write(f"{kind}, {count}: {PICTURES * ROWS / found[-1]['seconds']:.1f} rows a second\n")
     write_whole(folder / f"{kind}.json", json.dumps({"rounds": rounds, "found": found}, indent=1) + "\n")
 

@@ -94,22 +94,18 @@ def cells(towers: Sequence[str], only: str = "") -> list[Cell]:
 
 def command(*words: object) -> dict[str, Any]:
     """Run `vlexport WORDS --json` in a process of its own, whose peak nothing else can raise."""
-    with (
-        tempfile.TemporaryFile("w+") as out,
-        tempfile.TemporaryFile("w+") as err,
-        tempfile.TemporaryFile("w+") as ends,
-    ):
+    with tempfile.TemporaryFile("w+") as ends:
         started = time.monotonic()
         line = [str(Path(sys.executable).with_name("vlexport")), *map(str, words), "--json"]
         starter = [sys.executable, "-I", "-S", "-c", STARTER, str(ends.fileno())]
-        subprocess.run([*starter, *line], stdout=out, stderr=err, check=True, pass_fds=[ends.fileno()])
+        ran = subprocess.run(
+            [*starter, *line], capture_output=True, text=True, check=True, pass_fds=[ends.fileno()]
+        )
         seconds = round(time.monotonic() - started, 1)
-        for file in (out, err, ends):
-            file.seek(0)
+        ends.seek(0)
         code, peak = map(int, ends.read().split())
-        last = "" if code == 0 else " ".join(err.read().strip().splitlines()[-1:])[:300]
-        text = out.read()
-        document = json.loads(text) if text.startswith("{") else {}
+    last = "" if code == 0 else " ".join(ran.stderr.strip().splitlines()[-1:])[:300]
+    document = json.loads(ran.stdout) if ran.stdout.startswith("{") else {}
     return {"code": code, "seconds": seconds, "peak": peak * 1024, "last": last, "document": document}
 
 
