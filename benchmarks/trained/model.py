@@ -99,12 +99,6 @@ def _vision_block(block: Any, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor 
     return merged
 
 
-def _decoder_layer(layer: Any, x: Tensor, turns: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
-    """Apply a layer of the decoder."""
-    after: Tensor = layer(x, attention_mask=mask, position_embeddings=turns)
-    return after
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
     """Frames of scenes of one medium, ids of their questions with what follows, and contents of cells."""
@@ -235,7 +229,7 @@ class TrainedModel:
         language = self.model.model.language_model
         turns = language.rotary_emb(embeds, positions)
         for layer in language.layers:
-            embeds = _decoder_layer(layer, embeds, turns, seen[None, None])
+            embeds = layer(embeds, attention_mask=seen[None, None], position_embeddings=turns)
         found = language.norm(embeds[:, start:])
         targets = batch.targets_BQL.flatten(1)
         wanted = targets != IGNORED

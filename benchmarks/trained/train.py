@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-import resource
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -130,7 +130,7 @@ def train(wanted: Training, show: Callable[[str], None]) -> None:
         first, spent = state["step"], state["cpu_s"]
     tally: dict[str, list[int]] = defaultdict(list)
     losses: dict[str, list[float]] = defaultdict(list)
-    begun = cpu_seconds()
+    begun = time.process_time()
     cores = ThreadPoolExecutor(len(scenes.MEDIA), initializer=torch.set_num_threads, initargs=(1,))
     for step in range(first, end):
         for group in optimizer.param_groups:
@@ -152,7 +152,7 @@ def train(wanted: Training, show: Callable[[str], None]) -> None:
         if (step + 1) % LOG_EVERY == 0:
             line = {
                 "step": step + 1,
-                "cpu_s": round(spent + cpu_seconds() - begun),
+                "cpu_s": round(spent + time.process_time() - begun),
                 "loss": {name: round(float(np.mean(each)), 3) for name, each in losses.items()},
                 "right": {name: round(float(np.mean(each)), 3) for name, each in tally.items()},
             }
@@ -167,7 +167,7 @@ def train(wanted: Training, show: Callable[[str], None]) -> None:
                 "reader": trained.reader.state_dict(),
                 "optimizer": optimizer.state_dict(),
                 "step": step + 1,
-                "cpu_s": spent + cpu_seconds() - begun,
+                "cpu_s": spent + time.process_time() - begun,
             }
             torch.save(state, state_path.with_suffix(".new"))
             state_path.with_suffix(".new").replace(state_path)
@@ -199,9 +199,3 @@ def one_side(trained: TrainedModel, weights: Sequence[Tensor], medium: str, mome
             for good, name in zip(row, names, strict=False)
         ],
     )
-
-
-def cpu_seconds() -> float:
-    """Return the processor time of this process."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
