@@ -136,13 +136,11 @@ def first_hour(folder: Path, python: str, depth: int, memory: int, constraints: 
     return steps
 
 
-def text_of(
-    steps: Sequence[Step], memory: int, depth: int, before: tuple[float, float], stolen: float
-) -> str:
+def text_of(steps: Sequence[Step], memory: int, depth: int, before: float, stolen: float) -> str:
     """Return the table, and the sum with what else the machine did."""
     total, busy = sum(each.seconds for each in steps), sum(each.busy for each in steps)
     head = ("command", "s", "s of processors", "GiB", "exit code")
-    load = f"load {before[0]:.1f} before and {os.getloadavg()[0]:.1f} after on {os.cpu_count()} processors"
+    load = f"load {before:.1f} before and {os.getloadavg()[0]:.1f} after on {os.cpu_count()} processors"
     words = (
         f"{total:.0f} s in all ({busy:.0f} s of processors), {depth} blocks, at most {memory / GIB:.0f} GiB "
         f"a process; {load}, {stolen:.0f} s of them taken by other machines."
@@ -162,7 +160,7 @@ def main(arguments: Sequence[str]) -> None:
     given = parser.parse_args(arguments)
     folder = given.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    memory, before, stolen = round(given.memory * GIB), os.getloadavg()[:2], steal()
+    memory, before, stolen = round(given.memory * GIB), os.getloadavg()[0], steal()
     steps = first_hour(folder, given.python, given.depth, memory, given.constraints)
     text = text_of(steps, memory, given.depth, before, steal() - stolen)
     publish(text, given.page, BEGIN, END)

@@ -168,10 +168,6 @@ class Growth:
     steady: float | None
     memory: float | None
 
-    @property
-    def exponents(self) -> tuple[float | None, ...]:
-        return self.seconds, self.steady, self.memory
-
 
 def growth(result: Result, series: str) -> dict[str, Growth]:
     """Return how contenders grow that were timed at enough sizes."""
@@ -266,7 +262,10 @@ def summary(result: Result) -> str:
             (
                 name,
                 ", ".join(f"{time:.3g}" for time in each.times),
-                *("" if slope is None else f"{slope:.2f}" for slope in each.exponents),
+                *(
+                    "" if slope is None else f"{slope:.2f}"
+                    for slope in (each.seconds, each.steady, each.memory)
+                ),
             )
             for name, each in growth(result, series).items()
         ]

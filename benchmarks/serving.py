@@ -172,11 +172,10 @@ def measure_choices(place: Path, size: str, rounds: int) -> Mapping[str, tuple[i
 
 def choices_table(found: Mapping[str, tuple[int, list[float]]]) -> str:
     whole = found["all"][1]
-    rows = []
-    for choice, (tokens, seconds) in found.items():
-        ratio = paired(whole, seconds)
-        faster = f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
-        rows.append((choice, str(tokens), f"{statistics.median(seconds) * 1e3:.0f}", faster))
+    rows = [
+        (choice, str(tokens), f"{statistics.median(seconds) * 1e3:.0f}", str(paired(whole, seconds)))
+        for choice, (tokens, seconds) in found.items()
+    ]
     return "\n".join(
         markdown(("cells by", "tokens of the prompt", "milliseconds", "times faster than all"), rows)
     )
@@ -188,8 +187,7 @@ def page(samples: Samples, distances: Mapping[str, float], size: str, threads: i
     rows = []
     for workload, by_name in samples.items():
         for name, seconds in by_name.items():
-            ratio = paired(by_name[OWN], seconds)
-            faster = "" if name == OWN else f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
+            faster = "" if name == OWN else str(paired(by_name[OWN], seconds))
             rows.append((workload, name, f"{statistics.median(seconds) * 1e3:.0f}", faster))
     rounds = len(next(iter(next(iter(samples.values())).values())))
     strayed = ", ".join(f"{name} {value:.0e}" for name, value in distances.items())

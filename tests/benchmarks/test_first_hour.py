@@ -44,7 +44,7 @@ def test_the_table_has_every_command_and_their_sum():
         Step(name=name, seconds=seconds, busy=2.0, peak=GIB, code=0, out="")
         for name, seconds in (("install", 40.4), ("build", 100.4))
     ]
-    text = text_of(steps, 16 * GIB, 32, (0.5, 0.4), 0.0)
+    text = text_of(steps, 16 * GIB, 32, 0.5, 0.0)
     assert "| `install` | 40 | 2 | 1.0 | 0 |" in text
     assert "141 s in all (4 s of processors), 32 blocks, at most 16 GiB a process; load 0.5 before" in text
 
