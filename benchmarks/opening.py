@@ -136,10 +136,8 @@ def measured(
                 note(side, f"{what}, GiB", made.peak / GIB)
     for number in range(rounds):
         for side in sides[:: -1 if number % 2 else 1]:
-            reading, one, two, four = (
-                side.reading(),
-                *(side.encode(images[:count]) for count in (1, 2, 4)),
-            )
+            reading = side.reading()
+            one, two, four = (side.encode(images[:count]) for count in (1, 2, 4))
             call = (four.seconds - two.seconds) / 2
             note(side, "encode of one image, s", one.seconds)
             note(side, "a call of the tower, s", call)

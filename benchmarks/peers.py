@@ -113,11 +113,7 @@ class Run:
 
     def job(self, verb: str, peer: Peer, size: str) -> Step:
         """Run a job of `benchmarks.peer`, or optimum's own command, in a process of its own."""
-        settings, threads, checkpoint = (
-            self.settings,
-            str(self.settings.threads),
-            str(self.folder / "checkpoint"),
-        )
+        settings, checkpoint = self.settings, str(self.folder / "checkpoint")
         python = sys.executable if peer.kind in ("transformers", "vlexport") else settings.python
         built = str(self.folder / peer.files)
         described = {
@@ -133,7 +129,7 @@ class Run:
             weights = peer.files.removeprefix("optimum-")
             how = f"export openvino --task image-text-to-text --weight-format {weights} --model".split()
             words = [str(Path(python).with_name("optimum-cli")), *how, checkpoint, built]
-        own = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), threads)
+        own = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(settings.threads))
         variables = {**os.environ, **own, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
         words = ["timeout", "--foreground", str(settings.seconds), *words]
         return step(verb, words, variables, round(settings.memory * GIB), self.folder / "log")
