@@ -89,19 +89,8 @@ def test_a_failure_has_its_last_words_or_what_ended_it(tmp_path, code, reason):
 def test_peers_are_measured_in_processes_of_their_own_and_a_run_goes_on(tmp_path, capsys):
     page = tmp_path / "page.md"
     page.write_text("<!-- measured, written by `python -m benchmarks.peers` -->\n<!-- end of measured -->\n")
-    words = [
-        str(tmp_path),
-        "--depth",
-        "1",
-        "--sizes",
-        "56x84",
-        "--threads",
-        "1",
-        "--rounds",
-        "1",
-        "--page",
-        str(page),
-    ]
+    options = ["--depth", "1", "--sizes", "56x84", "--threads", "1", "--rounds", "1", "--page"]
+    words = [str(tmp_path), *options, str(page)]
     main([*words, "--peers", "transformers float32"])
     calls = tmp_path / "depth-1" / "results.json"
     before = json.loads(calls.read_text())
