@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from filelock import FileLock, Timeout
@@ -30,7 +30,7 @@ from vlexport import system
 from vlexport._build.aoti import begun_package, compiler, load_function, target_here
 from vlexport._build.parts import Part, exported, functions
 from vlexport._build.sources import digest_with_imports
-from vlexport.backends import BuildLimits, _child
+from vlexport.backends import BuildLimits, Payloads, _child
 from vlexport.bundle import GraphsIdentity
 from vlexport.bundle.trust import recall_program
 from vlexport.bundle.user_folders import CacheFile
@@ -75,12 +75,6 @@ MAKERS = tuple(
 )
 # Of one package; on two busy cores a minute.
 LONGEST_COMPILE_SECONDS = 300.0
-
-
-class Payloads(Protocol):
-    """The files of a bundle, each checked against its hash as it is read."""
-
-    def read(self, name: str) -> bytes: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -385,10 +379,6 @@ def open_graphs(identity: GraphsIdentity, payloads: Payloads, dtype: str) -> Tok
             warn_once(f"pruning and positions run eagerly: {error}")
             return replace(plain, reason=str(error))
 
-    def run(embeds_TND: Tensor, share_K: Tensor) -> tuple[Tensor, Tensor]:
-        rows_KD, kept_K = prune(embeds_TND.contiguous(), share_K)
-        return rows_KD, kept_K
-
     def write(plan: PositionPlan, blocks: BlockRows, anchor_1: Tensor, by_width: bool) -> Tensor:
         assert by_width
         (table_3N,) = rows(*plan, *blocks, anchor_1)
@@ -401,20 +391,22 @@ def open_graphs(identity: GraphsIdentity, payloads: Payloads, dtype: str) -> Tok
 
     return replace(
         plain,
-        selection=Selection(selector=plain.selection.selector, run=run),
+        selection=Selection(selector=plain.selection.selector, run=_of_pairs(prune)),
         form="compiled",
         dtype=dtype,
         device=identity.target.device,
         packaged_rows=write,
         packaged_kept=write_kept,
-        packaged_cells=dict(zip(identity.cells, map(_chooser, choosers), strict=True)),
+        packaged_cells=dict(zip(identity.cells, map(_of_pairs, choosers), strict=True)),
     )
 
 
-def _chooser(choose: Callable[..., Sequence[Tensor]]) -> Choose:
-    def run(cells_THWCB: Tensor, room_K: Tensor) -> tuple[Tensor, Tensor]:
-        kept_K, count = choose(cells_THWCB.contiguous(), room_K)
-        return kept_K, count
+def _of_pairs(function: Callable[..., Sequence[Tensor]]) -> Choose:
+    """Return a packaged function of rows or cells and a size, whose results are two."""
+
+    def run(values: Tensor, size_K: Tensor) -> tuple[Tensor, Tensor]:
+        first, second = function(values.contiguous(), size_K)
+        return first, second
 
     return run
 
