@@ -36,19 +36,16 @@ def imported(source: bytes, within: tuple[str, ...] = ("vlexport",)) -> dict[str
     not followed: it loads modules on request.
     """
     modules: dict[str, bytes] = {}
+    inside = tuple(f"{package}." for package in within)
     waiting = set(_imports(source, ""))
     while waiting:
         name = waiting.pop()
-        path = _path_of(name) if _inside(name, within) and name not in modules else None
+        path = _path_of(name) if f"{name}.".startswith(inside) and name not in modules else None
         if path is not None:
             modules[name] = path.read_bytes()
             package = name if path.name == "__init__.py" else name.rpartition(".")[0]
             waiting |= _imports(modules[name], package) if name != "vlexport" else set()
     return modules
-
-
-def _inside(name: str, packages: tuple[str, ...]) -> bool:
-    return any(name == package or name.startswith(f"{package}.") for package in packages)
 
 
 def _path_of(name: str) -> Path | None:
