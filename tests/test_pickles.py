@@ -24,6 +24,7 @@ from vlexport._build.aoti import load_function
 from vlexport.backends import EngineSpec, Folder, Options, find_backend
 from vlexport.backends._program import CALLS, write_program
 from vlexport.bundle import Bundle
+from vlexport.bundle.user_folders import CacheFile
 from vlexport.checkpoint import Adapter, Checkpoint
 from vlexport.errors import BundleError, LimitError, RequestError
 from vlexport.evaluate.tasks import read_task
@@ -119,7 +120,7 @@ def test_a_pickle_in_any_file_that_is_read_is_never_run(tmp_path, monkeypatch, s
 
     def timings(content: bytes) -> None:
         kind = ("build", "eager", "float32")
-        timings_._file(kind).write(content)
+        CacheFile.of("timings", *kind).write(content)
         timings_.recall(*kind)
 
     ways: dict[str, Callable[[bytes], object]] = {

@@ -38,7 +38,7 @@ class Timings:
 def recall(*kind: str) -> Timings | None:
     """Return what the last work of a kind took, such as `build`, backend, dtype; None before the first."""
     try:
-        stored = json.loads(_file(kind).read() or b"null")
+        stored = json.loads(CacheFile.of("timings", *kind).read() or b"null")
         phases = {str(name): float(seconds) for name, seconds in stored["phases"].items()}
         return Timings(phases=phases, weights=int(stored["weights"]))
     except (ValueError, TypeError, LookupError, AttributeError):
@@ -47,7 +47,8 @@ def recall(*kind: str) -> Timings | None:
 
 def keep(timings: Timings, *kind: str) -> None:
     """Keep what work of a kind took."""
-    _file(kind).write(json.dumps({"phases": timings.phases, "weights": timings.weights}).encode())
+    content = json.dumps({"phases": timings.phases, "weights": timings.weights})
+    CacheFile.of("timings", *kind).write(content.encode())
 
 
 def expected_build(backend: str, dtype: str, weights: int) -> tuple[Timings, str]:
@@ -79,7 +80,3 @@ def _rule(weights: int) -> dict[str, float]:
         name: max(times[above - 1] + share * (times[above] - times[above - 1]), 0.05)
         for name, times in SECONDS.items()
     }
-
-
-def _file(kind: tuple[str, ...]) -> CacheFile:
-    return CacheFile.of("timings", *kind)
