@@ -45,7 +45,11 @@ def bundles(into: Path) -> list[Entry]:
 
 def cached() -> list[Entry]:
     """Return the files of the user's cache, least recently used first."""
-    return sorted(_cache_files(), key=lambda entry: -entry.age_seconds)
+    files = []
+    for path in sorted(user_cache().glob("*/*.cache")):
+        size, age = _measured(path)
+        files.append(Entry(kind="cache", path=path, num_bytes=size, age_seconds=age))
+    return sorted(files, key=lambda entry: -entry.age_seconds)
 
 
 def _bundles(into: Path) -> Iterator[Entry]:
@@ -78,12 +82,6 @@ def _unfinished(into: Path) -> Iterator[Entry]:
         end = kept if build.has_engine else "has ended without removing it"
         problem = f"its build {end}" if build.is_abandoned() else ""
         yield Entry(kind="unfinished", path=build.folder, num_bytes=size, age_seconds=age, problem=problem)
-
-
-def _cache_files() -> Iterator[Entry]:
-    for path in sorted(user_cache().glob("*/*.cache")):
-        size, age = _measured(path)
-        yield Entry(kind="cache", path=path, num_bytes=size, age_seconds=age)
 
 
 def _measured(path: Path) -> tuple[int, float]:
