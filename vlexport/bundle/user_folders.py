@@ -11,12 +11,12 @@ import json
 import logging
 import os
 import re
-import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from vlexport.errors import RequestError
+from vlexport.system import replacing
 
 logger = logging.getLogger(__name__)
 
@@ -73,21 +73,12 @@ class CacheFile:
             return
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._replace(content)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+            with replacing(self.path) as temporary, os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
+                file.write(content)
             self._tidy()
         except OSError as error:
             logger.warning("%s cannot be written: %s", self.path, error.strerror)
-
-    def _replace(self, content: bytes) -> None:
-        handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=".new-")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(content)
-            Path(name).replace(self.path)
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                Path(name).unlink()
-            raise
 
     def _tidy(self) -> None:
         files = sorted(self.path.parent.glob("*.cache"), key=lambda path: path.stat().st_mtime)
