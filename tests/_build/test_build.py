@@ -20,7 +20,8 @@ from vlexport import specs, system
 from vlexport._build.export import example_inputs, trace, with_weights, without_weights
 from vlexport._build.plan import forecast
 from vlexport.backends import find_backend, runs_here
-from vlexport.bundle import Bundle, Precision, Trust, Verdict
+from vlexport.bundle import Bundle, Trust
+from vlexport.bundle.manifest import Precision, Verdict
 from vlexport.bundle.trust import Verdicts
 from vlexport.bundle.user_folders import DIGEST_BYTES, CacheFile, user_cache
 from vlexport.checkpoint import Checkpoint

@@ -24,8 +24,8 @@ from vlexport._build import token_graphs
 from vlexport._build.aoti import target_here
 from vlexport._build.key import build_key
 from vlexport._build.request import request
-from vlexport.bundle import GraphsIdentity, key_of
 from vlexport.bundle import user_folders as file_cache
+from vlexport.bundle.manifest import GraphsIdentity, key_of
 from vlexport.bundle.user_folders import CacheFile
 from vlexport.checkpoint import Checkpoint
 from vlexport.onnx import portable

@@ -32,7 +32,7 @@ from vlexport._build.build import build_checkpoint
 from vlexport._build.request import request
 from vlexport._build.token_graphs import open_graphs, planned_graphs, write_graphs
 from vlexport.backends import Folder
-from vlexport.bundle import GraphsIdentity
+from vlexport.bundle.manifest import GraphsIdentity
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import BundleError, InputError, MisfitError, ResourceError, UnsupportedError
 from vlexport.positions.mrope import initial_positions

@@ -11,7 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.bundle.examples import MANIFEST
-from vlexport.bundle import Staging, finished, staged, store
+from vlexport.bundle import store
+from vlexport.bundle.store import Staging, finished, staged
 from vlexport.errors import VlexportError
 
 

@@ -6,22 +6,21 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from vlexport.bundle import (
+from vlexport.bundle import Bundle
+from vlexport.bundle.files import FileRecord
+from vlexport.bundle.manifest import (
     Bounds,
     BuildKey,
-    Bundle,
     CheckpointIdentity,
-    FileRecord,
     GraphsIdentity,
     Manifest,
     Precision,
     Proof,
     ProofCall,
     RecipeIdentity,
-    Staging,
     Verdict,
-    staged,
 )
+from vlexport.bundle.store import Staging, staged
 from vlexport.specs import Range, ShapeProfile, Symbol, TensorSpec
 from vlexport.target import Target
 

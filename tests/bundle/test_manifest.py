@@ -20,18 +20,9 @@ from hypothesis import strategies as st
 from benchmarks.sources import source_digest
 from tests.bundle.examples import BUILD, KEY, MANIFEST, PATCHES, PAYLOADS, PROFILE, TARGET, TOKENS
 from tests.thirty import ROOT, cases
-from vlexport.bundle import (
-    MANIFEST_NAME,
-    SCHEMA,
-    BuildKey,
-    Bundle,
-    FileRecord,
-    GraphsIdentity,
-    Manifest,
-    Verdict,
-    key_of,
-)
-from vlexport.bundle.manifest import entry_path
+from vlexport.bundle import Bundle
+from vlexport.bundle.files import MANIFEST_NAME, FileRecord
+from vlexport.bundle.manifest import SCHEMA, BuildKey, GraphsIdentity, Manifest, Verdict, entry_path, key_of
 from vlexport.codec import MAX_BYTES, MAX_DEPTH, canonical, parse
 from vlexport.errors import BundleError, InputError
 from vlexport.specs import Range, ShapeProfile

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from tests.bundle.examples import MANIFEST, PAYLOADS, store, write
-from vlexport.bundle import MANIFEST_NAME, Bundle, Trust, staged
+from vlexport.bundle import MANIFEST_NAME, Bundle, Trust
+from vlexport.bundle.store import staged
 from vlexport.errors import BundleError, InputError, LockedError, VlexportError
 
 CONTENT = PAYLOADS["engine.bin"]

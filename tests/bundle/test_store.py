@@ -17,8 +17,9 @@ import pytest
 from filelock import FileLock
 
 from tests.bundle.examples import KEY, MANIFEST, PAYLOADS, store, write
-from vlexport.bundle import Bundle, Trust, Verdict, finished, staged
+from vlexport.bundle import Bundle, Trust, Verdict
 from vlexport.bundle import store as store_
+from vlexport.bundle.store import finished, staged
 from vlexport.errors import LockedError, RequestError, ResourceError
 
 # The real one; tests skip it otherwise.

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
-from vlexport.bundle import CheckpointIdentity
+from vlexport.bundle.manifest import CheckpointIdentity
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import CheckpointError
 

@@ -15,7 +15,8 @@ from onnx import TensorProto, helper
 
 from tests.bundle.examples import MANIFEST
 from tests.cli.lines import own_copy, vlexport
-from vlexport.bundle import Bundle, FileRecord, Trust, Verdict
+from vlexport.bundle import Bundle, Trust, Verdict
+from vlexport.bundle.files import FileRecord
 from vlexport.bundle.manifest import AdapterIdentity
 from vlexport.cli import run
 from vlexport.parity.report import ParityReport, Row, count_row

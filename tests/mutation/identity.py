@@ -13,7 +13,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from vlexport.bundle import BuildKey, Bundle, Manifest, Verdict, key_of
+from vlexport.bundle import Bundle
+from vlexport.bundle.manifest import BuildKey, Manifest, Verdict, key_of
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import BundleError, ParityError
 from vlexport.parity.check import check

@@ -16,8 +16,8 @@ from vlexport._build.request import request
 from vlexport._build.spec import BuildSpec
 from vlexport.backends import find_backend
 from vlexport.backends._tensorrt.backend import TensorRtOptions
-from vlexport.bundle import key_of
 from vlexport.bundle.files import check_payload, copy_payload, read_payload, record_of
+from vlexport.bundle.manifest import key_of
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import BundleError
 from vlexport.specs import Range, ShapeProfile

@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard
 from tests.bundle.examples import MANIFEST
 from tests.reports.test_page import ROWS
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
-from vlexport.bundle import CheckpointIdentity, Verdict
+from vlexport.bundle.manifest import CheckpointIdentity, Verdict
 from vlexport.checkpoint import Checkpoint
 from vlexport.parity.report import ParityReport
 from vlexport.reports.card import card, licence_of

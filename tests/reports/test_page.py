@@ -17,7 +17,8 @@ from PIL.PngImagePlugin import PngInfo
 from tests.bundle.examples import MANIFEST
 from tests.reports.test_sweep import JUDGED, SVG
 from vlexport._build.plan import Forecast, Needs
-from vlexport.bundle import Bundle, FileRecord, Manifest, Verdict
+from vlexport.bundle import Bundle, Manifest, Verdict
+from vlexport.bundle.files import FileRecord
 from vlexport.checkpoint.names import ModuleMapping
 from vlexport.codec import decode, encode
 from vlexport.errors import InputError, MediaError, RequestError

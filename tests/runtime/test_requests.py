@@ -13,7 +13,7 @@ import torch
 
 from tests.runtime.made import IMAGE, VIDEO, image, prompt, video
 from tests.runtime.recorded import recorded
-from vlexport.bundle import GraphsIdentity
+from vlexport.bundle.manifest import GraphsIdentity
 from vlexport.errors import InputError, InternalError, LimitError, MediaError, UnsupportedError, VlexportError
 from vlexport.media import MediaLimits
 from vlexport.pruning import evs

@@ -20,7 +20,9 @@ from tests.strangers.mutations import mutate_bytes, mutate_json
 from tests.thirty import cases
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport.backends import find_backend
-from vlexport.bundle import MANIFEST_NAME, Bundle, Manifest, RecipeIdentity, staged
+from vlexport.bundle import MANIFEST_NAME, Bundle
+from vlexport.bundle.manifest import Manifest, RecipeIdentity
+from vlexport.bundle.store import staged
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import UNEXPECTED, BundleError, MisfitError, VlexportError
 from vlexport.recipe import find_recipe

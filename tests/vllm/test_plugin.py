@@ -12,7 +12,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.golden_data import FOLDER
-from vlexport.bundle import Bounds, Bundle, Proof
+from vlexport.bundle import Bundle
+from vlexport.bundle.manifest import Bounds, Proof
 from vlexport.bundle.trust import Proved, Trust
 
 E2E = FOLDER / "e2e"

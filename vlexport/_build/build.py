@@ -35,25 +35,19 @@ from vlexport.backends import (
     require,
     runs_here,
 )
-from vlexport.bundle import (
+from vlexport.bundle import Bundle, Trust
+from vlexport.bundle.manifest import (
     AdapterIdentity,
     BuildKey,
-    Bundle,
     CheckpointIdentity,
     Manifest,
     Precision,
     Proof,
     RecipeIdentity,
-    Staging,
-    Trust,
     Verdict,
-    check_tag,
-    entry_for,
     key_of,
-    remove_leftovers,
-    staged,
-    tag,
 )
+from vlexport.bundle.store import Staging, check_tag, entry_for, remove_leftovers, staged, tag
 from vlexport.bundle.trust import Programs, recall_program
 from vlexport.bundle.user_folders import MOST_BYTES, CacheFile, forget
 from vlexport.checkpoint import Checkpoint

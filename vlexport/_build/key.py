@@ -13,7 +13,9 @@ from vlexport._build.sources import digest_with_imports
 from vlexport._build.spec import BuildSpec
 from vlexport._build.token_graphs import planned_graphs
 from vlexport.backends import Backend
-from vlexport.bundle import BuildKey, Bundle, finished
+from vlexport.bundle import Bundle
+from vlexport.bundle.manifest import BuildKey
+from vlexport.bundle.store import finished
 from vlexport.codec import encode
 from vlexport.errors import BundleError, InputError
 

@@ -13,7 +13,8 @@ from vlexport._build.key import build_key, enough
 from vlexport._build.spec import BuildSpec
 from vlexport._build.timings import expected_build
 from vlexport.backends import capability_of
-from vlexport.bundle import entry_for, finished, key_of
+from vlexport.bundle.manifest import key_of
+from vlexport.bundle.store import entry_for, finished
 from vlexport.checkpoint.names import ModuleMapping
 from vlexport.codec import encode
 from vlexport.parity.samples import (

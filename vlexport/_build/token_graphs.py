@@ -31,7 +31,7 @@ from vlexport._build.aoti import begun_package, compiler, load_function, target_
 from vlexport._build.parts import Part, exported, functions
 from vlexport._build.sources import digest_with_imports
 from vlexport.backends import BuildLimits, Payloads, _child
-from vlexport.bundle import GraphsIdentity
+from vlexport.bundle.manifest import GraphsIdentity
 from vlexport.bundle.trust import recall_program
 from vlexport.bundle.user_folders import CacheFile
 from vlexport.errors import (

@@ -7,7 +7,6 @@ code is never run.
 from vlexport.checkpoint.adapter import Adapter
 from vlexport.checkpoint.checkpoint import Checkpoint
 from vlexport.checkpoint.config import MAX_LAYERS, PROCESSOR_FIELDS, ConfigView
-from vlexport.checkpoint.files import StoredTensor
 
 __all__ = [
     "MAX_LAYERS",
@@ -15,5 +14,4 @@ __all__ = [
     "Adapter",
     "Checkpoint",
     "ConfigView",
-    "StoredTensor",
 ]

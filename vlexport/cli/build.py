@@ -146,7 +146,7 @@ def build(
     precisions are measured on a few blocks first, for minutes.
     """
     arguments, media = options.arguments(context), media_files([*check, *(files or [])], openable=True)
-    from vlexport.bundle import check_tag, tag
+    from vlexport.bundle.store import check_tag, tag
 
     if name is not None:
         check_tag(options.output_dir, name)

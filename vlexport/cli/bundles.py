@@ -98,7 +98,8 @@ def tag_bundle(
     as_json: bool = JSON,
 ) -> None:
     """Give a bundle a name: a link beside it."""
-    from vlexport.bundle import Bundle, tag
+    from vlexport.bundle import Bundle
+    from vlexport.bundle.store import tag
 
     link = tag(Bundle.open(bundle, verify="lazy").path, name)
     if as_json:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vlexport.backends import Options, RunsAlone, find_backend
 from vlexport.backends._inspection import PROGRAM
-from vlexport.bundle import Bounds, Manifest, Proof, ProofCall
+from vlexport.bundle.manifest import Bounds, Manifest, Proof, ProofCall
 from vlexport.parity.check import Checker
 from vlexport.parity.limits import largest_floor
 from vlexport.parity.metrics import Metrics, largest, measured

@@ -11,7 +11,8 @@ from safetensors.torch import load
 from torch import Tensor
 
 from vlexport.backends import Engine, find_backend
-from vlexport.bundle import Bounds, Bundle
+from vlexport.bundle import Bundle
+from vlexport.bundle.manifest import Bounds
 from vlexport.bundle.trust import Newer, Proved
 from vlexport.errors import ParityError, UnsupportedError
 from vlexport.parity.metrics import Metrics, compare

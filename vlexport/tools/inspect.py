@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TypedDict, cast
 
-from vlexport.bundle import MANIFEST_NAME, NETWORK_NAME, Bundle, Inspection, command
+from vlexport.bundle import Bundle, Inspection, command
+from vlexport.bundle.files import MANIFEST_NAME, NETWORK_NAME
 from vlexport.checkpoint import Checkpoint
 from vlexport.codec import Json, encode
 from vlexport.errors import BundleError, InputError, VlexportError
