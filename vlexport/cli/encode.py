@@ -85,8 +85,10 @@ def _encode_files(
     as_json: bool,
 ) -> None:
     # What can be refused without the engine is refused before torch is imported.
+    from vlexport.runtime.request import check_media_options
+
     images, videos = _files(media)
-    _check_options(media)
+    check_media_options(media.fps, media.prune, media.prune_before)
     # For one image of up to about 4,000 patches a copy in the order that products like best does not pay.
     arguments = opening.arguments(shared_weights=len(images) == 1 and not videos)
     usable = opening.require_usable(bundle, begin=True)
@@ -144,19 +146,6 @@ def _counts(items: Mapping[str, Encoded]) -> list[str]:
         for name, item in items.items()
         if item.kept is not None and item.mask is not None
     ]
-
-
-def _check_options(media: options.PrunedMedia) -> None:
-    from vlexport.positions.rules import check_rate
-    from vlexport.pruning.cells import CellChoice
-    from vlexport.specs import check_frame_rate
-
-    if media.fps is not None:
-        check_frame_rate(media.fps)
-    if media.prune is not None:
-        check_rate(media.prune)
-    if media.prune_before is not None:
-        CellChoice.of(media.prune_before)
 
 
 def _files(media: options.PrunedMedia) -> tuple[list[options.File], list[options.File]]:

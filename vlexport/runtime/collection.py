@@ -27,8 +27,6 @@ from vlexport.codec import check_fields
 from vlexport.errors import InputError, LockedError, VlexportError, error_record
 from vlexport.media.limits import DEFAULT_LIMITS
 from vlexport.media.sources import open_source
-from vlexport.positions.rules import check_rate
-from vlexport.pruning.cells import CellChoice
 from vlexport.runtime.outputs import (
     Encoded,
     attempt,
@@ -37,7 +35,7 @@ from vlexport.runtime.outputs import (
     provenance,
     rows_of,
 )
-from vlexport.specs import check_frame_rate
+from vlexport.runtime.request import check_media_options
 from vlexport.system import replacing, shortage
 
 if TYPE_CHECKING:
@@ -116,12 +114,7 @@ class CollectionSettings:
         check_fields(self)
         if not 1 <= self.shard_items <= 10_000:
             raise InputError(f"shard_items {self.shard_items} given, 1 to 10000 expected.")
-        if self.fps is not None:
-            check_frame_rate(self.fps)
-        if self.prune is not None:
-            check_rate(self.prune)
-        if self.prune_before is not None:
-            CellChoice.of(self.prune_before)
+        check_media_options(self.fps, self.prune, self.prune_before)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

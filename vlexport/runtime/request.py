@@ -209,12 +209,7 @@ class Request:
             check_text("messages", text)
         _check(self.raw_prompt != "", "raw_prompt", repr(self.raw_prompt), "a text that is not empty")
         _check(self.messages != (), "messages", self.messages, "at least one message")
-        if self.fps is not None:
-            check_frame_rate(self.fps)
-        if self.prune is not None:
-            check_rate(self.prune)
-        if self.prune_before is not None:
-            CellChoice.of(self.prune_before)
+        check_media_options(self.fps, self.prune, self.prune_before)
 
     @classmethod
     def of(
@@ -266,6 +261,16 @@ def many(sources: Source | Iterable[Source]) -> Sequence[Source]:
     if isinstance(sources, Iterator) and not isinstance(sources, io.IOBase):
         return tuple(sources)
     return sources if isinstance(sources, list | tuple) else (sources,)
+
+
+def check_media_options(fps: float | None, prune: float | None, prune_before: float | str | None) -> None:
+    """Refuse a frame rate or pruning that no family takes."""
+    if fps is not None:
+        check_frame_rate(fps)
+    if prune is not None:
+        check_rate(prune)
+    if prune_before is not None:
+        CellChoice.of(prune_before)
 
 
 def _check(is_fine: bool, name: str, value: object, expected: str) -> None:
