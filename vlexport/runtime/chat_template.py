@@ -119,8 +119,6 @@ def _plain(message: Mapping[str, object]) -> dict[str, object]:
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
     process.kill()
-    for pipe in (process.stdin, process.stdout):
-        assert pipe is not None
-        with suppress(BrokenPipeError):
-            pipe.close()
-    process.wait()
+    # Closes its pipes and waits for its end.
+    with suppress(BrokenPipeError), process:
+        pass
