@@ -202,11 +202,9 @@ class Collection:
         """Yield all parts in order; the list is read along, not held."""
         self._listed.seek(0)
         items = (Item(source=path, kind=kind, id=name) for path, kind, name in map(json.loads, self._listed))
-        for number in itertools.count():
-            taken = tuple(itertools.islice(items, self.settings.shard_items))
-            if not taken:
-                return
-            yield Part(number=number, first=number * self.settings.shard_items, items=taken)
+        size = self.settings.shard_items
+        for number, taken in enumerate(iter(lambda: tuple(itertools.islice(items, size)), ())):
+            yield Part(number=number, first=number * size, items=taken)
 
     def missing_parts(self) -> Iterator[Part]:
         numbers = set(self.missing)
