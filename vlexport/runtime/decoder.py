@@ -103,12 +103,13 @@ class TransformersDecoder:
             self._one = torch.compile(model, backend=options.backend, fullgraph=True, dynamic=False)
         self.table = table_of(model.body)
         self.longest = int(config.max_position_embeddings)
-        if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        layers = getattr(config, "layer_types", None) or ()
+        if "sliding_attention" in layers:
             raise UnsupportedError(
                 "the decoder attends inside a sliding window, which this runtime does not do. "
                 "Set use_sliding_window to false if the checkpoint was not trained with it."
             )
-        if options.compile and has_states(config):
+        if options.compile and STATES in layers:
             raise UnsupportedError(
                 "the decoder has layers with states of their own, which one compiled graph cannot hold. "
                 "Load it without DecoderOptions.compile."
@@ -185,11 +186,6 @@ class TransformersTurn:
 
     def rewind(self, mark: Mark) -> None:
         self.memory.rewind(mark)
-
-
-def has_states(config: Any) -> bool:
-    """Return whether a text model has layers that keep states instead of keys and values."""
-    return STATES in (getattr(config, "layer_types", None) or ())
 
 
 def table_of(body: nn.Module) -> nn.Parameter:
