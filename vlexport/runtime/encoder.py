@@ -25,7 +25,7 @@ from vlexport.errors import InputError, LimitError, VlexportError
 from vlexport.recipe import Recipe
 from vlexport.runtime.embedding_cache import EmbeddingCache, copied
 from vlexport.runtime.opening import config_of, open_engine, recipe_of
-from vlexport.runtime.outputs import Encoded, attempt, outcome_of
+from vlexport.runtime.outputs import Encoded, attempt, outcome_of, value_of
 from vlexport.runtime.proof import Prove, require_proven
 from vlexport.runtime.request import NOTHING, EncoderInput
 from vlexport.specs import MediaItem, Pixels, TensorSpec, bind, check_within
@@ -424,10 +424,7 @@ class Encoder:
         return [EncoderOutput(encoded=result, seconds=per_token * len(result.embeds)) for result in encoded]
 
     def _joined(self, item: MediaItem, parts: Sequence[EncoderOutput | VlexportError]) -> EncoderOutput:
-        done = [part for part in parts if isinstance(part, EncoderOutput)]
-        for part in parts:
-            if isinstance(part, VlexportError):
-                raise part
+        done = [value_of(part) for part in parts]
         if len(done) == 1:
             return done[0]
         first, rows = done[0].encoded, torch.cat([part.encoded.embeds for part in done])

@@ -279,9 +279,7 @@ class Pipeline:
     ) -> tuple[list[tuple[str | None, Source]], ReadOne, Pruning]:
         """Return sources with kinds, a reader and how to prune; wrong arguments are refused first."""
         sources = [(None, source) for source in (() if media is None else many(media))]
-        named = [("image", source) for source in many(images)] + [
-            ("video", source) for source in many(videos)
-        ]
+        named = [*(("image", one) for one in many(images)), *(("video", one) for one in many(videos))]
         if sources and named:
             raise InputError("media given by position and by kind; put all into images and videos.")
         if not (sources or named):
