@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any, ParamSpec, Self, TypeVar
@@ -263,7 +264,8 @@ class Stream:
         self, pieces: Generator[Piece, None, Answer], release: Callable[[], None] = lambda: None
     ) -> None:
         self._pieces = pieces
-        self._release = release
+        self._end = ExitStack()
+        self._end.callback(release)
         self.answer: Answer | None = None
 
     def __iter__(self) -> Iterator[Piece]:
@@ -274,10 +276,10 @@ class Stream:
             return next(self._pieces)
         except StopIteration as end:
             self.answer = end.value or self.answer
-            self._end()
+            self._end.close()
             raise StopIteration from None
         except Exception as error:  # noqa: BLE001  a request's outcome, whatever it is
-            self._end()
+            self._end.close()
             outcome = outcome_of(error)
             raise outcome from outcome.__cause__
 
@@ -288,11 +290,7 @@ class Stream:
     def close(self) -> None:
         """Stop here and give the cache's memory back."""
         self._pieces.close()
-        self._end()
-
-    def _end(self) -> None:
-        release, self._release = self._release, lambda: None
-        release()
+        self._end.close()
 
 
 def in_thread(call: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
