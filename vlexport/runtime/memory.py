@@ -64,13 +64,10 @@ class Memory:
         if length <= self.length:
             return
         self.length = length
-        for layer, (keys_KSD, values_KSD) in self.kept.items():
-            grown = []
-            for rows_KSD in (keys_KSD, values_KSD):
-                more_KSD = rows_KSD.new_zeros(rows_KSD.shape[0], length, rows_KSD.shape[2])
-                more_KSD[:, : self.num_tokens] = rows_KSD[:, : self.num_tokens]
-                grown.append(more_KSD)
-            self.kept[layer] = grown[0], grown[1]
+        below = 0, 0, 0, length - self.num_tokens
+        for layer, kept in self.kept.items():
+            keys_KSD, values_KSD = (nn.functional.pad(rows[:, : self.num_tokens], below) for rows in kept)
+            self.kept[layer] = keys_KSD, values_KSD
 
     def mark(self) -> Mark:
         # States are replaced, never written into.
