@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -30,14 +29,10 @@ from vlexport.runtime.encoder import EngineSession
 from vlexport.runtime.outputs import Encoded
 from vlexport.runtime.prompt import Prompter
 from vlexport.runtime.prune import Pruner
-from vlexport.runtime.request import EncoderInput, Request, RequestLimits, RequestState
+from vlexport.runtime.request import EncoderInput, Request, RequestLimits, RequestState, Source
 from vlexport.specs import MediaItem, Pixels
 from vlexport.vision.attention.segmentation import take_cells
 from vlexport.vision.grid_tower import GridPacking
-
-if TYPE_CHECKING:
-    from vlexport.runtime.request import Source
-
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from vlexport.codec import texts_in
 from vlexport.errors import InputError, LimitError, MediaError
 from vlexport.media.sources import URL
 from vlexport.positions.splice import Placeholder
 from vlexport.recipe import PromptItem, PromptRule
-from vlexport.runtime.request import KINDS, MarkedPrompt, Request, RequestLimits, TokenizedPrompt
+from vlexport.runtime.request import KINDS, MarkedPrompt, Request, RequestLimits, Source, TokenizedPrompt
 from vlexport.runtime.tokenizer import CheckpointTokenizer, Shield
 
-if TYPE_CHECKING:
-    from vlexport.runtime.request import Source
-
-    Media = dict[str, list[Source]]
+Media = dict[str, list[Source]]
 
 # No tokenizer needs this many characters for a token on average.
 MAX_CHARACTERS_PER_TOKEN = 64

@@ -20,14 +20,13 @@ from vlexport.runtime.outputs import STAGES, Encoded
 from vlexport.specs import MediaItem, MethodName, Pixels, check_frame_rate
 
 if TYPE_CHECKING:
-    from vlexport.positions.rules import PromptPositions
-    from vlexport.positions.splice import Placeholder
-    from vlexport.runtime.decoder import Turn
-
-if TYPE_CHECKING:
     import numpy as np
     from PIL.Image import Image
     from torch import Tensor
+
+    from vlexport.positions.rules import PromptPositions
+    from vlexport.positions.splice import Placeholder
+    from vlexport.runtime.decoder import Turn
 
     ImageSource = str | Path | bytes | BinaryIO | Image | np.ndarray | Tensor | Pixels
     VideoSource = str | Path | bytes | BinaryIO | np.ndarray | Tensor | Pixels | Sequence[ImageSource]
