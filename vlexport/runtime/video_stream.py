@@ -11,7 +11,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, cast
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ from vlexport.runtime.request import (
     TokenizedPrompt,
     many,
 )
-from vlexport.specs import MediaItem, Pixels, check_choice, check_frame_rate
+from vlexport.specs import MediaItem, Pixels, check_frame_rate
 from vlexport.vision.attention.segmentation import take_cells
 from vlexport.vision.grid_tower import GridPacking
 from vlexport.vision.preprocess import resized_sides
@@ -107,9 +107,6 @@ class StreamOptions:
     def __post_init__(self) -> None:
         check_fields(self)
         check_frame_rate(self.fps)
-        check_choice("times", self.times, get_args(Times))
-        check_choice("behind", self.behind, get_args(Behind))
-        check_choice("keep", self.keep, get_args(Keep))
         for name in ("max_tokens", "expected_frames"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -140,7 +137,7 @@ class Clock:
 
     def __init__(self, fps: float, times: Times) -> None:
         self.fps, self.times = fps, times
-        self.begun: float | None = None
+        self.begun = 0.0
         self.last: tuple[float, Tensor] | None = None
         self.num_taken = 0
 
@@ -159,7 +156,6 @@ class Clock:
             self.begun, self.last = seconds, (0.0, frame)
             self.num_taken = 1
             return [frame]
-        assert self.begun is not None
         place = (seconds - self.begun) * self.fps
         if place <= self.last[0]:
             raise InputError(
@@ -177,7 +173,6 @@ class Clock:
         return taken
 
     def _in_place(self, frame: Tensor, place: float, seconds: float) -> list[Tensor]:
-        assert self.begun is not None
         if abs(place - self.num_taken) > 0.5:
             due = self.begun + self.num_taken / self.fps
             raise InputError(
@@ -568,14 +563,12 @@ class VideoStream:
         other_N = other_N | (held_RN[:, :count] != state.positions.table_RN[:, :count].cpu()).any(0)
         same = int(other_N.to(torch.int64).argmax()) if other_N.any() else count
         if same < held_RN.shape[1]:
-            mark = self._head if self._head and self._head.num_tokens <= same else Mark(0, {})
-            self._head = self._head if mark is self._head else None
+            if self._head and self._head.num_tokens > same:
+                self._head = None
+            mark = self._end = self._head or Mark(0, {})
             self._turn.rewind(mark)
-            self._end = mark
-            self._held_ids, self._held_table = (
-                self._held_ids[: mark.num_tokens],
-                [held_RN[:, : mark.num_tokens]],
-            )
+            self._held_ids = self._held_ids[: mark.num_tokens]
+            self._held_table = [held_RN[:, : mark.num_tokens]]
         return len(self._held_ids)
 
     def _prefill_groups(self) -> None:
@@ -692,10 +685,8 @@ def _packing(session: EngineSession) -> GridPacking:
 def _check_causal(pruning: Pruning) -> None:
     """Refuse methods that look at a whole clip."""
     before, after = pruning.before, pruning.rate > 0
-    fine = not (before and after)
-    fine = fine and (before is None or before.rule.causal)
-    fine = fine and (not after or pruning.method in CAUSAL)
-    if not fine:
+    are_causal = (before is None or before.rule.causal) and (not after or pruning.method in CAUSAL)
+    if not are_causal or (before and after):
         given = [f"prune_before {before}"] if before else []
         given += [f"prune by {pruning.method or 'the method of the bundle'}"] if after else []
         raise UnsupportedError(
