@@ -79,7 +79,7 @@ KINDS: dict[str, Kind] = {
     "crashes of a build": Kind(19, EVERY, 1),
     "hostile images": Kind(20, 500, 124, 502),
     "hostile videos": Kind(20, 100, 100),
-    "requests round the profile": Kind(21, 10_000, 0, 10_000),
+    "requests round the profile": Kind(21, 10_000, 100, 10_000),
     "malformed embeddings and grids": Kind(22, 2_000, 200, 2_000),
     "combinations of pruning": Kind(23, 300, 0, 300),
     "pictures pruned by pixels": Kind(23, 10_000, 120, 10_000),
