@@ -18,7 +18,7 @@ def rows(count, width=4, seed=0, dtype=torch.float32):
     return torch.randn(count, width, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def test_placeholders_give_the_reference_rows_counts_and_runs():
+def test_placeholders_give_the_reference_rows_counts_and_columns():
     found = list(cases("placeholder", "placeholder"))
     assert len(found) == 40
     for case in found:
