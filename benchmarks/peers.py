@@ -242,6 +242,13 @@ def text_of(run: Run, peers: Sequence[Peer]) -> str:
     return "\n".join([*parts, f"{words}{libraries}."])
 
 
+def named(words: Sequence[str]) -> list[Peer]:
+    """Return peers by names, or by beginnings of names; the name of one begins another's."""
+    names = {peer.name for peer in PEERS}
+    beginnings = tuple(word for word in words if word not in names)
+    return [peer for peer in PEERS if peer.name in words or peer.name.startswith(beginnings)]
+
+
 def shape_of(size: str) -> tuple[int, int, int]:
     """Return the frames, rows and columns of a size by name, of WIDTHxHEIGHT, or of a file."""
     if Path(size).suffix:
@@ -262,7 +269,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), help="names, WIDTHxHEIGHT, or files")
-    parser.add_argument("--peers", nargs="+", default=[""], help="beginnings of names")
+    parser.add_argument("--peers", nargs="+", default=[""], help="names, or beginnings of several")
     parser.add_argument("--memory", type=float, default=20, help="GiB that a process may take")
     parser.add_argument("--seconds", type=int, default=3600, help="that a process may take")
     parser.add_argument("--page", type=Path, help="a Markdown page whose marked part is rewritten")
@@ -271,7 +278,7 @@ def main(arguments: Sequence[str]) -> None:
     files = [Path(size) for size in settings.sizes if Path(size).suffix]
     settings.pictures = {path.stem: str(path.absolute()) for path in files}
     settings.python = str(Path(settings.python).absolute())
-    peers = [peer for peer in PEERS if peer.name.startswith(tuple(settings.peers))]
+    peers = named(settings.peers)
     if not peers:
         parser.error(
             f"--peers {' '.join(settings.peers)}: none; there are {', '.join(peer.name for peer in PEERS)}"

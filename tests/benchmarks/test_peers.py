@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from benchmarks.first_hour import GIB, step
-from benchmarks.peers import ANSWER, PEERS, WRONG, Run, compared, main, text_of
+from benchmarks.peers import ANSWER, PEERS, WRONG, Run, compared, main, named, text_of
 
 CALL = {"opening": 2.0, "opened": 2**30, "first": 5.0, "peak": 2**31, "load": 1.0, "versions": {"torch": "2"}}
 
@@ -43,6 +43,13 @@ def test_a_ratio_is_of_the_same_round_and_has_its_interval(tmp_path):
     assert "**A trial of 2 blocks, not a result.** 2 blocks, 2 rounds, 2 threads" in text_of(run, PEERS)
     run.settings.depth = 32
     assert "trial" not in text_of(run, PEERS)
+
+
+def test_a_name_is_one_peer_and_a_beginning_is_all_that_begin_so():
+    whole, beginning = named(["vlexport onnxruntime int8"]), named(["vlexport onnxruntime i"])
+    assert [peer.files for peer in whole] == ["onnxruntime-int8"]
+    assert [peer.files for peer in beginning] == ["onnxruntime-int8", "onnxruntime-int8-predicted"]
+    assert named([""]) == list(PEERS)
 
 
 def test_one_round_has_no_interval_and_a_library_may_have_two_versions(tmp_path):
