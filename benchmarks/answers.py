@@ -6,6 +6,7 @@ import multiprocessing
 import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -15,11 +16,11 @@ from benchmarks.foreign import quiet
 from benchmarks.plans import Plan, Question
 from benchmarks.results import Answered, QuestionCell
 from benchmarks.towers import write_tower
+from benchmarks.turns import in_turn
 from vlexport._build.build import build_checkpoint
 from vlexport._build.request import request
 from vlexport.backends import Options
 from vlexport.checkpoint import Checkpoint
-from vlexport.evaluate.bench import order_of
 from vlexport.runtime.encoder import EncoderOptions
 from vlexport.runtime.generate import RuntimeOptions
 from vlexport.runtime.pipeline import Pipeline, load
@@ -69,18 +70,15 @@ def noise(frames: int, side: int, seed: int = 0) -> Pixels:
 
 
 def measure(pipeline: Pipeline, question: Question, seed: int) -> QuestionCell:
-    """Answer once at each rate, then in rounds through the rates in random order and back."""
+    """Answer at each rate in turn."""
     film = noise(question.frames, question.side, seed)
     generation = Generation(max_new_tokens=question.new_tokens, ignore_end=True)
     requests = {
         str(rate): Request(prompt=WORDS, videos=[film], prune=rate or None, generation=generation)
         for rate in (0.0, *question.rates)
     }
-    answers = {name: pipeline.generate(each) for name, each in requests.items()}
-    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in requests}
-    for index in range(question.rounds):
-        for name in order_of(list(requests), index, seed):
-            rounds[name].append(dict(pipeline.generate(requests[name]).stages))
+    calls = {name: partial(pipeline.generate, each) for name, each in requests.items()}
+    answers = in_turn(calls, question.rounds, seed)
     return QuestionCell(
         question=question.name,
         frames=question.frames,
@@ -89,10 +87,10 @@ def measure(pipeline: Pipeline, question: Question, seed: int) -> QuestionCell:
         answers=[
             Answered(
                 rate=float(name),
-                prompt_tokens=len(answer.prompt_token_ids),
-                visual_tokens=sum(answer.kept),
-                rounds=rounds[name],
+                prompt_tokens=len(ran[0].prompt_token_ids),
+                visual_tokens=sum(ran[0].kept),
+                rounds=[dict(answer.stages) for answer in ran],
             )
-            for name, answer in answers.items()
+            for name, ran in answers.items()
         ],
     )

@@ -12,9 +12,9 @@ import argparse
 import os
 import statistics
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from benchmarks.answers import FRAMES_PER_SECOND, WORDS, opened
 from benchmarks.plans import FULL
 from benchmarks.tables import markdown, publish
 from benchmarks.towers import default_recipe
-from vlexport.evaluate.bench import order_of
+from benchmarks.turns import in_turn, seconds_of
 from vlexport.evaluate.intervals import paired
 from vlexport.runtime.pipeline import Pipeline
 from vlexport.runtime.request import Generation, Request
@@ -67,16 +67,10 @@ def page_of(path: Path) -> Pixels:
 
 
 def calls(pipeline: Pipeline, media: Pixels, rules: Sequence[str], rounds: int) -> Iterator[tuple[str, ...]]:
-    """Yield a line of the table for each rule; the first round warms up."""
-    seconds: dict[str, list[float]] = {"": [], **{rule: [] for rule in rules}}
-    rows: dict[str, int] = {}
-    for number in range(-1, rounds):
-        for rule in order_of(list(seconds), number + 1):
-            begun = time.perf_counter()
-            item = pipeline.encode(media, prune_before=rule or None)
-            if number >= 0:
-                seconds[rule].append(time.perf_counter() - begun)
-            rows[rule] = len(item.embeds)
+    """Yield a line of the table for each rule."""
+    rows = {rule: len(pipeline.encode(media, prune_before=rule or None).embeds) for rule in ("", *rules)}
+    encode = {rule: partial(pipeline.encode, media, prune_before=rule or None) for rule in rows}
+    seconds = in_turn({rule: partial(seconds_of, call) for rule, call in encode.items()}, rounds)
     for rule in rules:
         share = rows[rule] / rows[""]
         ratio = paired(seconds[rule], [share * whole for whole in seconds[""]])
@@ -87,12 +81,10 @@ def calls(pipeline: Pipeline, media: Pixels, rules: Sequence[str], rounds: int) 
 
 def answers(pipeline: Pipeline, rounds: int) -> Iterator[tuple[str, ...]]:
     """Yield a line for each way to prune a question about the film."""
-    generation = Generation(max_new_tokens=2, ignore_end=True)
-    stages: dict[str, list[Mapping[str, float]]] = {name: [] for name in ASKED}
-    for number in range(-1, rounds):
-        for name in order_of(list(ASKED), number + 1):
-            asked = Request(prompt=WORDS, videos=[film()], generation=generation, **ASKED[name])
-            stages[name] += [pipeline.generate(asked).stages] * (number >= 0)
+    asked = Request(prompt=WORDS, videos=[film()], generation=Generation(max_new_tokens=2, ignore_end=True))
+    requests = {name: replace(asked, **pruned) for name, pruned in ASKED.items()}
+    ran_of = in_turn({name: partial(pipeline.generate, each) for name, each in requests.items()}, rounds)
+    stages = {name: [answer.stages for answer in ran] for name, ran in ran_of.items()}
     first = {name: [each["first_token"] for each in ran] for name, ran in stages.items()}
     for name, ran in stages.items():
         steps = (

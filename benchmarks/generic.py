@@ -10,20 +10,18 @@ import argparse
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from torch import Tensor
-
-from benchmarks.tables import markdown, write_between
+from benchmarks.company import opened
+from benchmarks.tables import markdown, publish
 from benchmarks.towers import Grid, TowerSize, random_items, write_tower
-from vlexport._build.export import export
-from vlexport.backends import Engine, EngineSpec, Folder, Options
-from vlexport.backends.onnxruntime import BACKEND
-from vlexport.checkpoint import Checkpoint
-from vlexport.recipe import find_recipe
+from benchmarks.turns import in_turn, seconds_of
+from vlexport._build.request import request
+from vlexport.parity.samples import prepared
 
 PAGE = Path(__file__).parents[1] / "docs" / "generic.md"
 BEGIN, END = "<!-- speed, written by `python -m benchmarks.generic` -->", "<!-- end of speed -->"
@@ -40,43 +38,23 @@ CALLS: Mapping[str, tuple[Grid, ...]] = {
 MOST = 1.12
 
 
-class Contender:
-    """An engine of one recipe on the weights of a checkpoint."""
-
-    def __init__(self, recipe: str, folder: Path, out: Path, threads: int) -> None:
-        self.recipe, checkpoint = find_recipe(recipe), Checkpoint.open(folder)
-        self.config = self.recipe.read_config(checkpoint)
-        out.mkdir(parents=True)
-        graph = export(self.recipe, checkpoint)
-        BACKEND.build(graph, BACKEND.options(), out)
-        spec = EngineSpec(inputs=graph.inputs, outputs=graph.outputs, profile=graph.profile)
-        self.engine = Engine(BACKEND.open(Folder(out), spec, Options(threads=threads)), spec)
-
-    def inputs(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
-        items = random_items(self.recipe, self.config, grids)
-        return self.recipe.prepare(self.config, items, BACKEND.form)
-
-
 def compare(family: str, rounds: int, threads: int) -> list[tuple[str, ...]]:
     """Return a row for each call: median times, their ratio, the largest relative difference of outputs."""
-    with tempfile.TemporaryDirectory() as name:
+    rows = []
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = write_tower(Path(name) / "tower", family, FAMILIES[family])
-        own, generic = (
-            Contender(recipe, folder, Path(name) / recipe, threads) for recipe in (family, "generic")
-        )
-        rows = []
+        subjects = [request(folder, "onnxruntime", recipe=recipe) for recipe in (family, "generic")]
+        engines = [stack.enter_context(opened(subject, (threads,)))[0] for subject in subjects]
         for call, grids in CALLS.items():
-            given = {each: each.inputs(grids) for each in (own, generic)}
-            theirs, ours = (each.engine.run(given[each]) for each in (own, generic))
+            runs = {}
+            for subject, engine in zip(subjects, engines, strict=True):
+                items = random_items(subject.recipe, subject.config, grids)
+                runs[subject.recipe.name] = partial(engine.run, prepared(subject, items))
+            theirs, ours = (run() for run in runs.values())
             error = max(float((ours[each] - rows).norm() / rows.norm()) for each, rows in theirs.items())
-            taken: dict[Contender, list[float]] = {own: [], generic: []}
-            for number in range(rounds):
-                for each in (own, generic) if number % 2 else (generic, own):
-                    start = time.perf_counter()
-                    each.engine.run(given[each])
-                    taken[each].append(time.perf_counter() - start)
-            ratio = statistics.median(b / a for a, b in zip(taken[own], taken[generic], strict=True))
-            medians = (f"{1000 * statistics.median(taken[each]):.0f} ms" for each in (own, generic))
+            taken = in_turn({each: partial(seconds_of, run) for each, run in runs.items()}, rounds)
+            ratio = statistics.median(b / a for a, b in zip(*taken.values(), strict=True))
+            medians = (f"{1000 * statistics.median(seconds):.0f} ms" for seconds in taken.values())
             rows.append((f"`{family}`", call, *medians, f"{ratio:.2f}", f"{error:.0e}"))
     return rows
 
@@ -89,9 +67,7 @@ def main(arguments: Sequence[str]) -> int:
     given = options.parse_args(arguments)
     times = [row for family in FAMILIES for row in compare(family, given.rounds, given.threads)]
     head = ("family", "call", "its own recipe", "`generic`", "ratio", "difference")
-    lines = markdown(head, times)
-    write_between(PAGE, BEGIN, END, "\n".join(lines))
-    sys.stdout.write("\n".join(lines) + "\n")
+    publish("\n".join(markdown(head, times)), PAGE, BEGIN, END)
     return 3 if any(float(row[4]) > MOST for row in times) else 0
 
 

@@ -30,14 +30,14 @@ from torch import Tensor
 from benchmarks.packages import packaged
 from benchmarks.plans import Contender
 from benchmarks.run import describe_machine
-from benchmarks.tables import markdown, write_between
+from benchmarks.tables import markdown, publish
 from benchmarks.towers import Grid, TowerSize, default_recipe, random_items, write_tower
+from benchmarks.turns import in_turn, seconds_of
 from benchmarks.worker import Job, Server
 from vlexport._build.build import build_checkpoint
 from vlexport._build.request import request
 from vlexport._build.token_graphs import TokenGraphs
 from vlexport.checkpoint import Checkpoint
-from vlexport.evaluate.bench import order_of
 from vlexport.evaluate.intervals import paired
 from vlexport.positions.mrope import pruned_positions
 from vlexport.positions.rules import PlacedMedia, PositionRule, PromptPositions, merged_sides, num_tokens
@@ -128,14 +128,7 @@ def reads(embeds_RD: Tensor, rate: float, rounds: int, *, with_eager: bool) -> l
     calls: dict[str, Callable[[], object]] = {"read": read, "read (twin)": read}
     for name, selection in forms.items():
         calls[name] = partial(prune, embeds_RD, (FRAMES, 1, PER_FRAME), 1, rate, selection)
-    samples = {name: list[float]() for name in calls}
-    for call in calls.values():
-        call()
-    for index in range(rounds):
-        for name in order_of(list(calls), index):
-            start = time.perf_counter()
-            calls[name]()
-            samples[name].append(time.perf_counter() - start)
+    samples = in_turn({name: partial(seconds_of, call) for name, call in calls.items()}, rounds)
     return rows_of(samples, rate, LIMITS)
 
 
@@ -200,13 +193,12 @@ def openings(rounds: int) -> dict[str, list[float]]:
             with patch.dict(os.environ, {"CXX": cxx}):
                 spec = request(source, backend="onnxruntime", output_dir=Path(place) / name)
                 bundles[name] = build_checkpoint(spec).require_passed().path
-        found: dict[str, list[float]] = {name: [] for name in bundles}
-        for index in range(rounds):
-            for name in order_of(list(bundles), index):
-                words = [sys.executable, "-c", OPEN, str(bundles[name])]
-                done = subprocess.run(words, capture_output=True, text=True, check=True)
-                found[name].append(float(done.stdout))
-    return found
+        return in_turn({name: partial(opening, path) for name, path in bundles.items()}, rounds)
+
+
+def opening(bundle: Path) -> float:
+    words = [sys.executable, "-c", OPEN, str(bundle)]
+    return float(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
 
 
 def opening_cost(found: Mapping[str, Sequence[float]]) -> float:
@@ -277,7 +269,7 @@ def main(arguments: list[str]) -> int:
     rows = [row for rate in given.rates for row in reads(scene, rate, given.rounds, with_eager=given.eager)]
     found, opened = shares(given.tower_rounds, given.threads), openings(given.opening_rounds)
     text = page(rows, found, opened, given.threads)
-    sys.stdout.write(text)
+    publish(text, given.page, BEGIN, END)
     if given.out:
         towers = [
             {"grid": grid, "tower": tower.samples, "pruning": pruning.samples}
@@ -286,8 +278,6 @@ def main(arguments: list[str]) -> int:
         samples = {"reads": [asdict(row) for row in rows], "towers": towers, "openings": opened}
         stored = {"schema": 1, "machine": describe_machine(given.threads), **samples}
         given.out.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
-    if given.page:
-        write_between(given.page, BEGIN, END, text)
     exceeded = any(row.is_exceeded for row in [*rows, *(row for pair in found.values() for row in pair)])
     return int(exceeded or opening_cost(opened) > OPENING_LIMIT_S)
 

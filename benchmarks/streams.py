@@ -13,6 +13,8 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,6 +23,7 @@ from benchmarks.answers import FRAMES_PER_SECOND, WORDS, noise, opened
 from benchmarks.plans import FULL
 from benchmarks.tables import markdown, publish
 from benchmarks.towers import default_recipe
+from benchmarks.turns import in_turn, seconds_of
 from vlexport.evaluate.intervals import paired
 from vlexport.runtime.pipeline import Pipeline
 from vlexport.runtime.request import Generation, Request
@@ -64,26 +67,22 @@ def pairs(pipeline: Pipeline) -> tuple[str, ...]:
 def first_tokens(pipeline: Pipeline, rounds: int) -> tuple[str, ...]:
     """Return a line on how soon an answer begins, of a stream and of a clip."""
     film = noise(FRAMES, FILM_SIDE)
-    clip = Request(prompt=WORDS, videos=[film], generation=ONE_TOKEN)
-    seconds: dict[str, list[float]] = {"stream": [], "clip": []}
+    asked = Request(prompt=WORDS, generation=ONE_TOKEN)
     with pipeline.watch(fps=FRAMES_PER_SECOND) as stream:
         for frame in film.frames:
             stream.push(frame)
-        for number in range(-1, rounds):
-            for name in ("stream", "clip"):
-                begun = time.perf_counter()
-                if name == "stream":
-                    answer = stream.ask(Request(prompt=WORDS, generation=ONE_TOKEN))
-                else:
-                    whole = pipeline.generate(clip)
-                if number >= 0:
-                    seconds[name].append(time.perf_counter() - begun)
-            if answer.prompt_token_ids != whole.prompt_token_ids:
-                raise SystemExit("streams: prompts differ")
+        ask = {
+            "stream": partial(stream.ask, asked),
+            "clip": partial(pipeline.generate, replace(asked, videos=[film])),
+        }
+        seconds = in_turn({name: partial(seconds_of, call) for name, call in ask.items()}, rounds)
+        prompts = {call().prompt_token_ids for call in ask.values()}
+    if len(prompts) > 1:
+        raise SystemExit("streams: prompts differ")
     ratio = paired(seconds["stream"], seconds["clip"])
     middle = (f"{statistics.median(seconds[name]):.3f}" for name in ("stream", "clip"))
     return (
-        f"{len(answer.prompt_token_ids)}",
+        f"{len(prompts.pop())}",
         *middle,
         str(ratio),
         "met" if ratio.median <= SHARE else "missed",
