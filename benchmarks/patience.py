@@ -19,9 +19,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.first_hour import apart
 from benchmarks.tables import markdown, publish
 from benchmarks.towers import TowerSize, default_recipe, write_tower
-from vlexport import system
+from vlexport.system import SAFE
 
 BEGIN, END = "<!-- time left, written by `python -m benchmarks.patience` -->", "<!-- end of time left -->"
 MOMENTS = (0.1, 0.5, 0.9)
@@ -40,15 +41,10 @@ def tower(folder: Path, depth: int) -> Path:
 def first_build(checkpoint: Path, backend: str) -> tuple[list[dict[str, Any]], float]:
     """Build with empty caches; return what was printed on the way, and the seconds of the last line."""
     with tempfile.TemporaryDirectory(dir=checkpoint.parent) as place:
-        variables = {
-            **system.environment(),
-            "XDG_CACHE_HOME": f"{place}/cache",
-            "XDG_DATA_HOME": f"{place}/data",
-        }
         words = ["build", str(checkpoint), "--backend", backend, "--output-dir", f"{place}/engines"]
         ran = subprocess.run(
             [sys.executable, "-m", "vlexport", "--progress", "json", *words],
-            env=variables, capture_output=True, text=True, check=False,
+            env=apart(Path(place), **SAFE), capture_output=True, text=True, check=False,
         )  # fmt: skip
     if ran.returncode:
         raise SystemExit(ran.stderr)

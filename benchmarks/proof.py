@@ -16,19 +16,18 @@ from statistics import median
 
 from PIL import Image
 
-from benchmarks.first_hour import GIB, Step, step
+from benchmarks.first_hour import GIB, Step, apart, step
 from benchmarks.patience import tower
-from benchmarks.tables import markdown, write_between
-from vlexport import system
+from benchmarks.tables import markdown, publish
+from vlexport.system import SAFE
 
 BEGIN, END = "<!-- proofs, written by `python -m benchmarks.proof` -->", "<!-- end of proofs -->"
 
 
 def command(folder: Path, *words: object) -> Step:
     """Run vlexport in caches of the folder's own."""
-    own = {"XDG_CACHE_HOME": str(folder / "cache"), "XDG_DATA_HOME": str(folder / "data")}
     line = [sys.executable, "-m", "vlexport", *words]
-    done = step(str(words[0]), line, {**system.environment(), **own}, 16 * GIB, folder / "log")
+    done = step(str(words[0]), line, apart(folder, **SAFE), 16 * GIB, folder / "log")
     if done.code:
         sys.exit(f"{words}: exit code {done.code}\n{done.out[-3000:]}")
     return done
@@ -67,9 +66,8 @@ def main(arguments: Sequence[str]) -> None:
         f"(median), at most {times:.2f} times the memory; load {os.getloadavg()[0]:.1f}."
     )
     text = "\n".join([*markdown(("command", "s", "GiB"), rows), "", words])
-    sys.stdout.write(f"{text}\n{proof[-1].out}")
-    if options.page:
-        write_between(options.page, BEGIN, END, text)
+    publish(text, options.page, BEGIN, END)
+    sys.stdout.write(proof[-1].out)
 
 
 if __name__ == "__main__":

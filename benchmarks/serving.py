@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks.run import describe_machine
-from benchmarks.tables import markdown, write_between
+from benchmarks.tables import markdown, publish
 from benchmarks.towers import DecoderSize, Grid, TowerSize, default_recipe, write_tower
 from vlexport._build.build import build_checkpoint
 from vlexport._build.request import request
@@ -76,16 +76,15 @@ def media(grids: Sequence[Grid]) -> dict[str, Any]:
     return {"pixel_values_videos": patches, "video_grid_thw": torch.tensor(grids), **seconds}
 
 
-def measure(place: Path, size: str, rounds: int) -> tuple[Samples, Mapping[str, float]]:
+def measure(source: Path, rounds: int) -> tuple[Samples, Mapping[str, float]]:
     """Return seconds by workload and contender, and the worst distance of each bundle's rows."""
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    os.environ |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_CACHE_ROOT": str(place / "vllm")}
     from vllm import LLM  # noqa: TID251  no part of the package
 
-    source = write_tower(place / "tower", default_recipe(), *SIZES[size])
     checkpoint = Checkpoint.open(source)
     bundles = {
-        backend: build_checkpoint(request(checkpoint, backend=backend, output_dir=place / "engines"))
+        backend: build_checkpoint(
+            request(checkpoint, backend=backend, output_dir=source.with_name("engines"))
+        )
         .require_passed()
         .path
         for backend in BACKENDS
@@ -125,15 +124,12 @@ def measure(place: Path, size: str, rounds: int) -> tuple[Samples, Mapping[str, 
     return samples, distances
 
 
-def measure_choices(place: Path, size: str, rounds: int) -> Mapping[str, tuple[int, list[float]]]:
+def measure_choices(source: Path, rounds: int) -> Mapping[str, tuple[int, list[float]]]:
     """Return tokens of the prompt and seconds of a request, by what chooses the cells of its video."""
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    os.environ |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_CACHE_ROOT": str(place / "vllm")}
     from vllm import LLM, SamplingParams  # noqa: TID251  no part of the package
 
-    source = write_tower(place / "tower", default_recipe(), *SIZES[size])
     built = build_checkpoint(
-        request(Checkpoint.open(source), backend=BACKENDS[0], output_dir=place / "engines")
+        request(Checkpoint.open(source), backend=BACKENDS[0], output_dir=source.with_name("engines"))
     )
     model = LLM(
         str(source),
@@ -211,23 +207,24 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--page", type=Path, help="Markdown page whose marked part is rewritten")
     parser.add_argument("--choices", action="store_true", help="measure pruning before the tower instead")
     given = parser.parse_args(arguments)
-    if given.choices:
-        with tempfile.TemporaryDirectory() as place:
-            sys.stdout.write(choices_table(measure_choices(Path(place), given.size, given.rounds)) + "\n")
-        return 0
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    os.environ |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryDirectory() as place:
-        samples, distances = measure(Path(place), given.size, given.rounds)
+        os.environ["VLLM_CACHE_ROOT"] = f"{place}/vllm"
+        source = write_tower(Path(place) / "tower", default_recipe(), *SIZES[given.size])
+        if given.choices:
+            sys.stdout.write(choices_table(measure_choices(source, given.rounds)) + "\n")
+            return 0
+        samples, distances = measure(source, given.rounds)
     from vllm import __version__  # noqa: TID251  no part of the package
 
     threads = torch.get_num_threads()
     text = page(samples, distances, given.size, threads, __version__)
-    sys.stdout.write(text + "\n")
+    publish(text, given.page, BEGIN, END)
     if given.out:
         stored = {"schema": 1, "machine": describe_machine(threads), "size": given.size}
         stored |= {"samples": samples, "distances": distances}
         given.out.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
-    if given.page:
-        write_between(given.page, BEGIN, END, text)
     return 0
 
 
