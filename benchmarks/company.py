@@ -42,12 +42,6 @@ BEGIN, END = "<!-- measured, written by `python -m benchmarks.company` -->", "<!
 Rows = list[torch.Tensor]
 
 
-def subject_of(folder: Path, backend: str) -> BuildSpec:
-    """Return a tower of a checkpoint for a backend, in float32 where it names no other precision."""
-    name, _, scheme = backend.partition(" ")
-    return request(folder, name, quantize=scheme or None)
-
-
 @contextmanager
 def opened(subject: BuildSpec, threads: Sequence[int]) -> Iterator[list[Engine]]:
     """Yield one engine for each number of threads."""
@@ -119,7 +113,8 @@ def measured(
     name: str, folder: Path, mixes: tuple[int, int], backend: str, several: Sequence[int]
 ) -> Iterator[list[str]]:
     """Yield a row of the table for each number of threads; `mixes` are how many, of how many patches."""
-    subject = subject_of(folder, backend)
+    library, _, scheme = backend.partition(" ")
+    subject = request(folder, library, quantize=scheme or None)
     with opened(subject, several) as engines:
         for threads, engine in zip(several, engines, strict=True):
             torch.set_num_threads(threads)
@@ -150,17 +145,15 @@ def main() -> None:
     rows = list[list[str]]()
     with tempfile.TemporaryDirectory() as place:
         for family in options.families:
-            folder = Path(place) / family
             demo = importlib.import_module(f"vlexport.recipes.demo.{family}")
-            write_checkpoint(folder, demo.contents(), seed=0)
+            folder = write_checkpoint(Path(place) / family, demo.contents(), seed=0)
             for backend in measures:
                 count = options.count if backend in ON_ONNXRUNTIME else options.count // 10
                 rows += measured(f"{family}, tiny", folder, (count, 400), backend, options.threads)
             if options.wide:
                 sizes = {field.name for field in fields(demo.DEFAULT)} & WIDE.keys()
                 contents = demo.contents(replace(demo.DEFAULT, **{name: WIDE[name] for name in sizes}))
-                write_checkpoint(Path(place) / "wide" / family, contents, seed=0)
-                wide = Path(place) / "wide" / family
+                wide = write_checkpoint(Path(place) / "wide" / family, contents, seed=0)
                 for backend in ON_ONNXRUNTIME:
                     rows += measured(
                         f"{family}, width 1280", wide, (options.wide, 100), backend, options.threads
