@@ -165,22 +165,14 @@ def _shown(row: Row) -> dict[str, Any]:
     return {"selector": row.selector, "rate": row.rate, **times, "categories": categories}
 
 
-Measured = dict[str, Any] | list[dict[str, Any]]
-PARTS: dict[str, Callable[..., Measured]] = {
-    "accuracy": accuracy,
-    "precisions": precisions,
-    "noise": noise,
-    "pruning": pruning,
-}
-
-
 def measure(part: str, folders: Sequence[Path], count: int, show: Show, **options: Any) -> None:
     """Measure one part, keep the numbers, and write its tables into the page."""
-    result = PARTS[part](folders, count, show, **options)
+    measured, table = PARTS[part]
+    result = measured(folders, count, show, **options)
     content = {"questions": count, "machine": describe_machine(threads=1), "result": result}
     write_whole(HERE / f"{part}.json", json.dumps(content, indent=1) + "\n")
     begin, end = f"<!-- {part}, written by `measure {part}` -->", f"<!-- end of {part} -->"
-    write_between(PAGE, begin, end, "\n".join(["", *TABLES[part](content), ""]))
+    write_between(PAGE, begin, end, "\n".join(["", *table(content), ""]))
 
 
 def _accuracy_table(content: dict[str, Any]) -> list[str]:
@@ -267,9 +259,10 @@ def _of_kind(categories: dict[str, Any], names: Iterable[str]) -> str:
     return wilson(right, count).text(100, ".1f")
 
 
-TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
-    "accuracy": _accuracy_table,
-    "precisions": _precision_table,
-    "noise": _noise_table,
-    "pruning": _pruning_table,
+# How a part is measured, and its tables.
+PARTS: dict[str, tuple[Callable[..., Any], Callable[[dict[str, Any]], list[str]]]] = {
+    "accuracy": (accuracy, _accuracy_table),
+    "precisions": (precisions, _precision_table),
+    "noise": (noise, _noise_table),
+    "pruning": (pruning, _pruning_table),
 }
