@@ -66,6 +66,18 @@ def made_cell(seconds, products=None, patches=1000, name="made", twins=()):
     )
 
 
+def result_of(cells, **more):
+    return Result(plan={"slow_probe": 0.6, "name": "made"}, key="k", machine=MACHINE, cells=cells, **more)
+
+
+def cells_of(seconds):
+    """A cell for each size of call, with what the baseline takes there."""
+    return {
+        str(size): made_cell({BASELINE: [each] * 3}, patches=size, name=str(size))
+        for size, each in seconds.items()
+    }
+
+
 def x_of(cell):
     return next(timing for timing in timings(cell, 0.6) if timing.name == "x float32")
 
@@ -127,25 +139,17 @@ def test_goals_are_judged_by_the_best_of_ours_and_by_the_largest_frame():
     cell = made_cell(HALVES, {"product in x bfloat16": [0.625] * 4}, twins=[2.0, 2.0])
     cells = {"small": cell, "middle": replace(cell, workload="middle", grids=[[2, 64, 65], [1, 2, 2]])}
     cells["large"] = replace(cells["middle"], workload="large", grids=[[1, 128, 128]])
-    lines = list(goal_table(Result(plan={"slow_probe": 0.6}, key="", machine={}, cells=cells)))
+    lines = list(goal_table(result_of(cells)))
     rows = [line.split(" | ") for line in lines if " | " in line][1:]
     assert [row[1] for row in rows] == ["1,000", "4,160", "16,384"]
     assert {row[2] for row in rows} == {"met: 2.00 (2.00 to 2.00), x"}
     assert [row[3].split(" (")[0] for row in rows] == ["met: 1.60", "met: 1.60", "no goal: 1.60"]
     assert [row[4] for row in rows] == ["missed: 1.00 (1.00 to 1.50), x |"] * 3
-    assert (
-        list(goal_table(Result(plan={"slow_probe": 0.6}, key="", machine={}, cells={"a": made_cell(STEADY)})))
-        == []
-    )
+    assert list(goal_table(result_of({"a": made_cell(STEADY)}))) == []
 
 
 def test_of_a_series_the_ends_have_tables_and_the_table_of_growth_has_the_times():
-    cells = {
-        str(size): made_cell({BASELINE: [size / 100] * 3}, patches=size, name=str(size))
-        for size in (400, 100, 800, 200)
-    }
-    plan = {"slow_probe": 0.6, "name": "made"}
-    text = summary(Result(plan=plan, key="k", machine=MACHINE, cells=cells))
+    text = summary(result_of(cells_of({size: size / 100 for size in (400, 100, 800, 200)})))
     assert [line for line in text.splitlines() if line.startswith("### ")] == [
         "### 100",
         "### 800",
@@ -155,17 +159,13 @@ def test_of_a_series_the_ends_have_tables_and_the_table_of_growth_has_the_times(
 
 
 def test_growth_is_an_exponent_over_four_sizes_that_one_outlier_does_not_move():
-    cells = {
-        str(size): made_cell({BASELINE: [size**1.2] * 3}, patches=size, name=str(size))
-        for size in (100, 200, 400, 800)
-    }
-    result = Result(plan={"slow_probe": 0.6}, key="", machine={}, cells=cells)
-    found = growth(result, "frames")[BASELINE]
+    cells = cells_of({size: size**1.2 for size in (100, 200, 400, 800)})
+    found = growth(result_of(cells), "frames")[BASELINE]
     assert (len(found.times), found.steady) == (4, None)
     assert found.seconds == pytest.approx(1.2, rel=1e-9)
     assert found.memory == pytest.approx(0.0, abs=1e-9)
     del cells["800"]
-    assert growth(result, "frames") == {}
+    assert growth(result_of(cells), "frames") == {}
 
 
 def test_a_machine_that_slows_down_moves_the_exponent_of_seconds_alone():
@@ -178,7 +178,7 @@ def test_a_machine_that_slows_down_moves_the_exponent_of_seconds_alone():
         )
         for size, slower in ((100, 1.0), (200, 2.0), (400, 4.0), (800, 8.0))
     }
-    found = growth(Result(plan={"slow_probe": 0.6}, key="", machine={}, cells=cells), "frames")[BASELINE]
+    found = growth(result_of(cells), "frames")[BASELINE]
     assert found.seconds == pytest.approx(2.0)
     assert found.steady == pytest.approx(1.0)
 
@@ -210,8 +210,7 @@ def result():
     lost = replace(made_entry([], status="wrong"), reason="wrong tokens, no error raised")
     cell = made_cell(STEADY)
     cells = {"made": replace(cell, entries={**cell.entries, "y": lost})}
-    plan = {"slow_probe": 0.6, "name": "made"}
-    return Result(plan=plan, key="k", machine=MACHINE, cells=cells, questions={"asked": QUESTION})
+    return result_of(cells, questions={"asked": QUESTION})
 
 
 def test_the_page_shows_losers_with_the_reason_padding_memory_and_questions(result):
