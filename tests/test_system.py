@@ -144,7 +144,8 @@ def test_what_ran_out_is_distinguished_from_what_libraries_make_of_it(tmp_path, 
             outer = RuntimeError("the exporter failed")
             outer.__cause__ = error
             assert isinstance(shortage(outer), ResourceError)
-    for other in (RuntimeError("Guard failed"), OSError(2, "No such file"), ValueError("x")):
+    named = OSError(2, "No such file", "/out of memory/no space left/too many open files")
+    for other in (RuntimeError("Guard failed"), OSError(2, "No such file"), ValueError("x"), named):
         assert shortage(other, tmp_path, tmp_path) is None
 
 

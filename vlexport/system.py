@@ -51,7 +51,12 @@ WORTH_A_SEARCH = 2**26
 
 def is_full(error: BaseException) -> bool:
     """Return whether the disk, the quota or a file's size limit ended a write."""
-    return (isinstance(error, OSError) and error.errno in _FULL) or bool(_DISK.search(str(error)))
+    return (isinstance(error, OSError) and error.errno in _FULL) or bool(_DISK.search(_said(error)))
+
+
+def _said(error: BaseException) -> str:
+    """Return an error's words, without the files that the system names in them."""
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
 
 
 def check_folder(into: Path) -> None:
@@ -179,16 +184,15 @@ def shortage(
     link: BaseException | None = error
     while link is not None:
         out_of_memory = isinstance(link, OSError) and link.errno == errno.ENOMEM
-        if out_of_memory or isinstance(link, MemoryError) or _MEMORY.search(str(link)):
+        if out_of_memory or isinstance(link, MemoryError) or _MEMORY.search(_said(link)):
             return ResourceError(
                 f"out of memory ({_words(link)}). Give fewer or smaller media at once, build for a smaller "
                 "profile, or free memory."
             )
         if is_full(link):
             return _full(place, _words(link), need)
-        if (isinstance(link, OSError) and link.errno in _DESCRIPTORS) or "too many open files" in str(
-            link
-        ).lower():
+        too_many = isinstance(link, OSError) and link.errno in _DESCRIPTORS
+        if too_many or "too many open files" in _said(link).lower():
             return ResourceError(f"too many open files ({_words(link)}). Close some{_more_files()}.")
         if isinstance(link, OSError) and link.errno == errno.EIO:
             where = f"{link.filename}: " if link.filename is not None else ""
