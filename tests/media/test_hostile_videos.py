@@ -214,9 +214,17 @@ POOR = "import resource; resource.setrlimit(resource.RLIMIT_AS, (2**29, 2**29))\
 EIO = PATCHED.format("def broken(*rest): raise OSError(5, 'Input/output error')\nworker._decode = broken")
 UNMAPPED = "raise ImportError('libav.so: failed to map segment')"
 CAPPED = pytest.mark.skipif(sys.platform == "win32", reason="this system caps no memory of a process")
-PROMISE = json.dumps({"shape": [10**6, 10**6, 10**6, 3], "rate": 1.0}).encode()
-PROMISED = b"H" + len(PROMISE).to_bytes(8, "big") + PROMISE
+
+
+def header(*shape):
+    content = json.dumps({"shape": shape, "rate": 1.0}).encode()
+    return b"H" + len(content).to_bytes(8, "big") + content
+
+
 NONSENSE = {
+    "negative": header(2, -3, 4, 3),
+    "fraction": header(2.0, 3, 4, 3),
+    "channels": header(1, 3, 4, 2**45),
     "nothing": b"",
     "half": b"H",
     "end": b"Z" + bytes(8),
@@ -239,7 +247,7 @@ def written(record):
             pytest.param(written(record), STARTED, MediaError, "the decoder stopped", id=name)
             for name, record in NONSENSE.items()
         ),
-        pytest.param(written(PROMISED), STARTED, LimitError, "expected", id="promises"),
+        pytest.param(written(header(10**6, 10**6, 10**6, 3)), STARTED, LimitError, "expected", id="promises"),
         pytest.param(
             GREEDY, "", LimitError, f"more than {worker.WORK_BYTES} bytes", id="greedy", marks=CAPPED
         ),

@@ -158,7 +158,9 @@ def _header(stream: IO[bytes], request: worker.Request, has_started: threading.E
     _record(stream, b"S")
     has_started.set()
     header = json.loads(_record(stream, b"H"))
-    num_frames, height, width, _ = header["shape"]
+    num_frames, height, width, channels = header["shape"]
+    if channels != 3 or any(type(size) is not int or size < 0 for size in header["shape"]):
+        raise ValueError("no shape of frames")
     request.limits.check_frames(request.name, num_frames, height, width)
     return header
 
