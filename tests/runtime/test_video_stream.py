@@ -243,11 +243,21 @@ def test_frames_with_times_are_those_shown_at_each_step():
         drawn = random.Random(seed)
         fps, begun = drawn.choice((0.5, 1.0, 2.0, 3.0)), drawn.uniform(-5, 50)
         times = sorted({round(drawn.uniform(0, 8), 3) for _ in range(drawn.randint(1, 40))} | {0.0})
-        clock, taken = Clock(fps, "resample"), []
+        clock, taken = Clock(fps, "resample", 3600.0), []
         for number, at in enumerate(times):
             taken += [int(frame) for frame in clock.take(torch.tensor(number), begun + at)]
         steps = math.floor(times[-1] * fps + 1e-6) + 1
         assert taken == [bisect_right(times, step / fps + 1e-7) - 1 for step in range(steps)]
+
+
+@pytest.mark.parametrize(("begun", "late"), [(0.0, 3600.5), (0.0, 1.7e9), (-1e308, 1e308)])
+def test_a_leap_in_time_is_refused_and_costs_nothing(begun, late):
+    clock = Clock(2.0, "resample", 3600.0)
+    clock.take(torch.tensor(0), begun)
+    before = clock.last
+    with pytest.raises(LimitError, match="at most 3600 later expected"):
+        clock.take(torch.tensor(1), late)
+    assert (clock.num_taken, clock.last) == (1, before)
 
 
 def test_frames_off_their_place_are_refused_by_choice_and_cost_nothing(pipeline):

@@ -135,8 +135,8 @@ class StreamCounts:
 class Clock:
     """Chooses frames at even steps from the first one on: what is shown at each, as files are sampled."""
 
-    def __init__(self, fps: float, times: Times) -> None:
-        self.fps, self.times = fps, times
+    def __init__(self, fps: float, times: Times, longest: float) -> None:
+        self.fps, self.times, self.longest = fps, times, longest  # seconds between two frames
         self.begun = 0.0
         self.last: tuple[float, Tensor] | None = None
         self.num_taken = 0
@@ -157,10 +157,13 @@ class Clock:
             self.num_taken = 1
             return [frame]
         place = (seconds - self.begun) * self.fps
+        before = self.begun + self.last[0] / self.fps
         if place <= self.last[0]:
-            raise InputError(
-                f"seconds: {seconds:g} given after {self.begun + self.last[0] / self.fps:g}; a later time "
-                "expected."
+            raise InputError(f"seconds: {seconds:g} given after {before:g}; a later time expected.")
+        if seconds - before > self.longest:
+            raise LimitError(
+                f"seconds: {seconds:g} given after {before:g}, at most {self.longest:g} later expected. "
+                "Begin another stream, or raise MediaLimits.max_seconds (Python API)."
             )
         if self.times == "refuse":
             return self._in_place(frame, place, seconds)
@@ -217,7 +220,7 @@ class VideoStream:
                 f"max_tokens: {options.max_tokens} given, at most {most} expected, which the decoder takes."
             )
         self.counts = StreamCounts()
-        self._clock = Clock(options.fps, options.times)
+        self._clock = Clock(options.fps, options.times, options.limits.max_seconds)
         self._shape: tuple[int, ...] | None = None
         self._open: list[Tensor] = []
         self._groups: list[Encoded] = []
@@ -565,8 +568,9 @@ class VideoStream:
         if same < held_RN.shape[1]:
             if self._head and self._head.num_tokens > same:
                 self._head = None
-            mark = self._end = self._head or Mark(0, {})
+            mark = self._head or Mark(0, {})
             self._turn.rewind(mark)
+            self._end = mark
             self._held_ids = self._held_ids[: mark.num_tokens]
             self._held_table = [held_RN[:, : mark.num_tokens]]
         return len(self._held_ids)
