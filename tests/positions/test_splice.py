@@ -30,6 +30,11 @@ def test_placeholders_give_the_reference_rows_counts_and_columns():
         assert ours.columns.tolist() == [*chain(*columns)]
 
 
+def test_a_mask_of_numbers_is_a_mask():
+    masked = Placeholder(offset=3, length=4, is_embed=(1, 0, 1, 1))  # type: ignore[arg-type]
+    assert masked.columns.tolist() == [3, 5, 6]
+
+
 def random_placeholders(random_number):
     """Placeholders in prompt order with gaps, some with masks; and the prompt's length."""
     end, found = 0, []

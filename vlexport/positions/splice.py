@@ -41,7 +41,7 @@ class Placeholder:
     @property
     def columns(self) -> Tensor:
         every = torch.arange(self.offset, self.offset + self.length)
-        return every if self.is_embed is None else every[torch.tensor(self.is_embed)]
+        return every if self.is_embed is None else every[torch.tensor(self.is_embed, dtype=torch.bool)]
 
 
 def visual_slots(placeholders: Sequence[Placeholder], num_tokens: int) -> Tensor:
