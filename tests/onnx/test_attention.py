@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import onnx_ir as ir
 import pytest
 import torch
@@ -59,6 +63,21 @@ def test_both_operators_are_functions_of_the_model(program: torch.export.Exporte
     model = to_onnx.to_onnx(program, dict.fromkeys(inputs_of(RUNS[1]), ()), {"out": ()})
     assert attention.CONTRIB in model.opset_imports
     assert {key[1] for key in model.functions} >= {"SegmentAttention", "SegmentCrossAttention"}
+
+
+@pytest.mark.seconds
+def test_functions_are_the_same_in_every_process():
+    """A loop of several states would have them in the order of a set of names."""
+    program = (
+        "from vlexport.onnx.attention import cross_onnxruntime, onnxruntime\n"
+        "print(onnxruntime.to_function_proto(), cross_onnxruntime.to_function_proto())"
+    )
+    texts = set()
+    for seed in "012":
+        variables = {**os.environ, "PYTHONHASHSEED": seed}
+        done = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, check=True)
+        texts.add(done.stdout)
+    assert len(texts) == 1
 
 
 HEADS, LENGTH, SIZE = 6, 37, 8

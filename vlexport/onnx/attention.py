@@ -60,22 +60,26 @@ def onnxruntime(
 ) -> FLOAT["N", "H", "D"]:
     """ONNX Runtime's fused attention, which is a flash kernel when it gets no mask and no bias."""
     zero = op.Constant(value_ints=[0])
+    one = op.Constant(value_ints=[1])
     parts = op.SequenceEmpty(dtype=1)
-    start = op.Constant(value_ints=[0])
     sizes = op.Cast(runs, to=7)
+    counts = op.ReduceProd(sizes, one, keepdims=0)
+    stops = op.CumSum(counts, op.Squeeze(zero))
+    starts = stops - counts
     last = op.Constant(value_ints=[-1])
     rows = op.Concat(last, op.Shape(q, start=1, end=3), axis=0)
     num_runs = op.Squeeze(op.Shape(runs, start=0, end=1))
     for index in range(num_runs):
-        run = op.Squeeze(op.Gather(sizes, op.Unsqueeze(index, zero), axis=0), zero)
-        stop = start + op.ReduceProd(run, keepdims=1)
+        at = op.Unsqueeze(index, zero)
+        run = op.Squeeze(op.Gather(sizes, at, axis=0), zero)
+        start = op.Gather(starts, at, axis=0)
+        stop = op.Gather(stops, at, axis=0)
         shape = op.Concat(run, last, axis=0)
         query = op.Reshape(op.Slice(q, start, stop), shape)
         key = op.Reshape(op.Slice(k, start, stop), shape)
         value = op.Reshape(op.Slice(v, start, stop), shape)
         mixed = _multi_head_attention(query, key, value, num_heads=num_heads, scale=scale)
         parts = op.SequenceInsert(parts, op.Reshape(mixed, rows))
-        start = op.Identity(stop)
     return op.ConcatFromSequence(parts, axis=0)
 
 
@@ -91,30 +95,30 @@ def cross_onnxruntime(
     """ONNX Runtime's fused attention takes keys of another length than the queries."""
     zero = op.Constant(value_ints=[0])
     one = op.Constant(value_ints=[1])
-    two = op.Constant(value_ints=[2])
     parts = op.SequenceEmpty(dtype=1)
-    query_start = op.Constant(value_ints=[0])
-    key_start = op.Constant(value_ints=[0])
     sizes = op.Cast(runs, to=7)
+    counts = op.Gather(sizes, zero, axis=1)
+    lengths = op.Slice(sizes, one, op.Constant(value_ints=[3]), one)
+    stops = op.CumSum(counts * lengths, op.Squeeze(zero))
+    starts = stops - counts * lengths
     last = op.Constant(value_ints=[-1])
     rows = op.Concat(last, op.Shape(q, start=1, end=3), axis=0)
     num_runs = op.Squeeze(op.Shape(runs, start=0, end=1))
     for index in range(num_runs):
-        run = op.Squeeze(op.Gather(sizes, op.Unsqueeze(index, zero), axis=0), zero)
-        count = op.Gather(run, zero, axis=0)
-        queries = op.Gather(run, one, axis=0)
-        keys = op.Gather(run, two, axis=0)
-        query_stop = query_start + count * queries
-        key_stop = key_start + count * keys
-        query_shape = op.Concat(count, queries, last, axis=0)
-        key_shape = op.Concat(count, keys, last, axis=0)
+        at = op.Unsqueeze(index, zero)
+        count = op.Squeeze(op.Gather(counts, at, axis=0), zero)
+        length = op.Squeeze(op.Gather(lengths, at, axis=0), zero)
+        start = op.Squeeze(op.Gather(starts, at, axis=0), zero)
+        stop = op.Squeeze(op.Gather(stops, at, axis=0), zero)
+        query_shape = op.Concat(count, op.Gather(length, zero, axis=0), last, axis=0)
+        key_shape = op.Concat(count, op.Gather(length, one, axis=0), last, axis=0)
+        query_start, query_stop = op.Gather(start, zero, axis=0), op.Gather(stop, zero, axis=0)
+        key_start, key_stop = op.Gather(start, one, axis=0), op.Gather(stop, one, axis=0)
         query = op.Reshape(op.Slice(q, query_start, query_stop), query_shape)
         key = op.Reshape(op.Slice(k, key_start, key_stop), key_shape)
         value = op.Reshape(op.Slice(v, key_start, key_stop), key_shape)
         mixed = _multi_head_attention(query, key, value, num_heads=num_heads, scale=scale)
         parts = op.SequenceInsert(parts, op.Reshape(mixed, rows))
-        query_start = op.Identity(query_stop)
-        key_start = op.Identity(key_stop)
     return op.ConcatFromSequence(parts, axis=0)
 
 
