@@ -36,6 +36,12 @@ class Ran:
     def lines(self) -> list[str]:
         return self.out.splitlines()
 
+    def ends(self, code: int) -> Ran:
+        """Hold the command to an exit code; returns it for what it printed."""
+        __tracebackhide__ = True
+        assert self.code == code, self.err
+        return self
+
 
 def vlexport(*words: object) -> Ran:
     """`vlexport WORDS`, in this process."""

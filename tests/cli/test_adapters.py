@@ -111,10 +111,9 @@ def test_the_adapter_is_in_name_manifest_plan_and_inspect(adapted, adapter, buil
 @pytest.mark.slow
 def test_parity_finds_the_adapter_where_it_was_or_where_it_is_given(adapted, checkpoint, tmp_path):
     place = Path(origin_of(adapted).source)
-    ran = vlexport(
-        "check", adapted, "--accuracy", "--lora", shutil.copytree(place, tmp_path / "copy"), "--json"
-    )
-    assert (ran.code, ran.document["stored"]) == (0, True)
+    copy = shutil.copytree(place, tmp_path / "copy")
+    ran = vlexport("check", adapted, "--accuracy", "--lora", copy, "--json").ends(0)
+    assert ran.document["stored"]
     found = checkpoint_of(Bundle.open(adapted)).adapter
     assert found is not None
     assert found.source == str(place)
@@ -123,8 +122,7 @@ def test_parity_finds_the_adapter_where_it_was_or_where_it_is_given(adapted, che
 
 @pytest.mark.seconds
 def test_an_adapter_that_is_gone_changed_or_too_much_is_named(adapted, adapter, built, tmp_path):
-    ran = vlexport("check", adapted, "--accuracy", "--lora", tmp_path / "gone")
-    assert ran.code == 2
+    ran = vlexport("check", adapted, "--accuracy", "--lora", tmp_path / "gone").ends(2)
     assert "which cannot be read at" in ran.err
     assert "as lora" in ran.err
     other = shutil.copytree(adapter, tmp_path / "other")
@@ -154,13 +152,11 @@ def test_adapters_of_what_a_bundle_does_not_hold_are_refused_with_what_to_do(ada
     both = language_adapter(tmp_path / "both", adapter, alone=False)
     alone = language_adapter(tmp_path / "alone", adapter, alone=True)
     words = ("--backend", "eager", "--output-dir", tmp_path)
-    ran = vlexport("build", checkpoint, "--lora", both, *words)
-    assert ran.code == 2
+    ran = vlexport("build", checkpoint, "--lora", both, *words).ends(2)
     assert "changes 1 of 7 tensors outside the vision tower" in " ".join(ran.err.split())
     assert "language_model.layers.0.self_attn.q_proj" in ran.err
     assert "merge_and_unload" in ran.err
-    ran = vlexport("plan", checkpoint, "--lora", alone, *words)
-    assert ran.code == 2
+    ran = vlexport("plan", checkpoint, "--lora", alone, *words).ends(2)
     assert "build without lora" in " ".join(ran.err.split())
 
 
@@ -168,8 +164,7 @@ def test_adapters_of_what_a_bundle_does_not_hold_are_refused_with_what_to_do(ada
 @pytest.mark.parametrize(("backend", "dtype"), [("onnxruntime", "float32"), ("openvino", "float32")])
 def test_stored_engines_hold_the_folded_weights(backend, dtype, adapter, checkpoint, tmp_path):
     words = ("--backend", backend, "--dtype", dtype, "--output-dir", tmp_path)
-    ran = vlexport("build", checkpoint, "--lora", adapter, *words, "--json")
-    assert ran.code == 0, ran.err
+    ran = vlexport("build", checkpoint, "--lora", adapter, *words, "--json").ends(0)
     rows = {row["check"]: row for row in ran.document["parity"]["table"]["rows"]}
     assert rows["weights"]["metrics"]["wrong"] == rows["engine weights"]["metrics"]["wrong"] == 0
 

@@ -147,8 +147,7 @@ def test_files_are_compared_at_their_own_sizes_where_a_bundle_is_there_already(
 
 def test_files_outside_the_profile_are_refused_before_the_export(checkpoint, tmp_path, video):
     words = ("build", checkpoint, "--backend", "eager", "--output-dir", tmp_path / "engines")
-    ran = vlexport(*words, "--max-pixels", 1_000, "--max-images", 1, "--check", video, "--fps", 2)
-    assert ran.code == 6, ran.err
+    ran = vlexport(*words, "--max-pixels", 1_000, "--max-images", 1, "--check", video, "--fps", 2).ends(6)
     assert f"{video}: " in ran.err
     assert "does not fit profile" in ran.err
     assert "hash weights" not in ran.err
@@ -190,8 +189,6 @@ def test_nothing_is_stored_where_a_file_fails_and_what_was_there_stays(checkpoin
     assert (ran.code, ran.lines) == (3, []), ran.err
     assert re.search(r"on 'own wide.png': failed, relative_l2 .*\. Nothing is stored\.", ran.err), ran.err
     assert not list(place.glob("*/manifest.json"))
-    ran = vlexport(*words, "--check", image)
-    assert ran.code == 0, ran.err
-    ran = vlexport(*words, wide)
-    assert (ran.code, "was there before, and stays" in ran.err) == (3, True)
+    vlexport(*words, "--check", image).ends(0)
+    assert "was there before, and stays" in vlexport(*words, wide).ends(3).err
     assert list(place.glob("*/manifest.json"))

@@ -20,8 +20,7 @@ def talk(built, monkeypatch):
     def run(*lines, words=()):
         monkeypatch.setattr("sys.stdin", Typed("".join(f"{line}\n" for line in lines)))
         monkeypatch.setattr(importlib.import_module("vlexport.cli.run"), "_is_terminal", lambda: True)
-        ran = vlexport("run", built, "--max-new-tokens", 6, *words)
-        assert ran.code == 0, ran.err
+        ran = vlexport("run", built, "--max-new-tokens", 6, *words).ends(0)
         return ran.out.split("> "), ran.err
 
     return run

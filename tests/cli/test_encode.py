@@ -27,8 +27,7 @@ from vlexport.runtime.pipeline import Pipeline
 def encode(built, tmp_path):
     def run(*words):
         out = tmp_path / "features.safetensors"
-        ran = vlexport("encode", built, "--output", out, *words)
-        assert ran.code == 0, ran.err
+        vlexport("encode", built, "--output", out, *words).ends(0)
         return load_file(out)
 
     return run
@@ -82,8 +81,7 @@ def test_folders_globs_and_stdin_are_media(built, image, tmp_path, monkeypatch):
         (folder / name).write_bytes(image.read_bytes() if name[0] != "." else b"")
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(image.read_bytes())))
     words = ("--image", folder, "--image", folder / "*.png", "--image", "-")
-    ran = vlexport("encode", built, *words, "--output", out, "-q")
-    assert (ran.code, ran.err) == (0, ""), ran.err
+    assert vlexport("encode", built, *words, "--output", out, "-q").ends(0).err == ""
     with safe_open(out, framework="pt") as file:
         found = file.metadata()
     assert [found[f"image.{at}.file"] for at in range(5)] == ["a.png", "b.png"] * 2 + ["stdin"]
@@ -92,9 +90,7 @@ def test_folders_globs_and_stdin_are_media(built, image, tmp_path, monkeypatch):
         (tmp_path / "empty", "a folder without files"),
         (tmp_path / "*.jpg", "No such file"),
     ):
-        ran = vlexport("encode", built, "--image", place, "--output", out)
-        assert ran.code == 2
-        assert reason in ran.err
+        assert reason in vlexport("encode", built, "--image", place, "--output", out).ends(2).err
 
 
 @pytest.mark.seconds
@@ -165,18 +161,8 @@ def test_pruning_adds_kept_and_mask_to_videos_and_leaves_images_alone(encode, im
 
 @pytest.mark.seconds
 def test_how_videos_were_pruned_is_told_and_a_reason_once(built, video, tmp_path, monkeypatch):
-    words = (
-        "encode",
-        built,
-        "--video",
-        video,
-        "--fps",
-        2,
-        "--prune",
-        0.5,
-        "--output",
-        tmp_path / "x.safetensors",
-    )
+    out = tmp_path / "x.safetensors"
+    words = ("encode", built, "--video", video, "--fps", 2, "--prune", 0.5, "--output", out)
     assert vlexport(*words, "--json").document["forms"] == {"video.0": {"prune": "compiled"}}
     told = vlexport(*words).err
     assert "video.0 prune compiled" in told
@@ -208,8 +194,7 @@ def test_a_method_for_media_that_are_not_given_is_told_with_one_that_is_for_thes
 ):
     options, words = WHOLE[case]
     out = ("--output", tmp_path / "x.safetensors")
-    ran = vlexport("encode", built, "--image", image, *options, *out)
-    assert ran.code == 0, ran.err
+    ran = vlexport("encode", built, "--image", image, *options, *out).ends(0)
     assert words in ran.err
     ways = "for images give prune_before predicted or contrast:0.5, or prune 0.5 with method divprune."
     assert ways in ran.err
@@ -227,8 +212,7 @@ def test_images_alone_can_be_pruned_without_a_rate_of_frames(encode, image):
 @pytest.mark.seconds
 def test_a_failed_bundle_runs_when_that_is_requested(failed, wrong_recipe, image, tmp_path):
     words = ("--recipe", wrong_recipe, "--image", image, "--output", tmp_path / "x.safetensors")
-    ran = vlexport("encode", failed, "--allow-failed", *words)
-    assert ran.code == 0, ran.err
+    vlexport("encode", failed, "--allow-failed", *words).ends(0)
 
 
 @pytest.mark.seconds
@@ -260,8 +244,7 @@ def test_a_full_disk_leaves_the_older_result(built, image, tmp_path, monkeypatch
     out = tmp_path / "x.safetensors"
     out.write_bytes(b"old")
     monkeypatch.setattr(safetensors.torch, "save_file", save_file)
-    ran = vlexport("encode", built, "--image", image, "--output", out, "--json")
-    assert ran.code == 7
+    ran = vlexport("encode", built, "--image", image, "--output", out, "--json").ends(7)
     assert json.loads(ran.out)["error"]["exit_code"] == 7
     assert out.read_bytes() == b"old"
     assert [path.name for path in tmp_path.iterdir()] == ["x.safetensors"]
@@ -271,8 +254,7 @@ def test_good_items_are_written_and_bad_ones_named_with_a_code(built, image, vid
     out, absent, bad = tmp_path / "x.safetensors", tmp_path / "none.png", tmp_path / "bad.png"
     bad.write_bytes(b"no picture")
     words = ("--image", image, "--image", bad, "--image", image, "--image", absent, "--video", video)
-    ran = vlexport("encode", built, "--output", out, *words, "--json")
-    assert ran.code == 2
+    ran = vlexport("encode", built, "--output", out, *words, "--json").ends(2)
     found = json.loads(ran.out)
     assert set(load_file(out)) == set(found["tensors"])
     assert {name.rpartition(".")[0] for name in found["tensors"]} == {"image.0", "image.2", "video.0"}

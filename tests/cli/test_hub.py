@@ -32,16 +32,14 @@ def repository(tmp_path):
 
 
 def test_a_bundle_comes_back_as_it_went_with_a_card(built, tmp_path):
-    ran = vlexport("push", built, tmp_path / "hub", "--json")
-    assert ran.code == 0, ran.err
+    ran = vlexport("push", built, tmp_path / "hub", "--json").ends(0)
     page = (tmp_path / "hub" / "README.md").read_text("utf-8")
     own = (built / "card.md").read_text("utf-8")
     assert page == (
         f"{own}\n## Get it\n\n```bash\nvlexport pull {tmp_path / 'hub'} {built.name}"
         f"\nvlexport trust engines/{built.name} {ran.document['digest']}\n```\n"
     )
-    found = vlexport("pull", tmp_path / "hub", "-o", tmp_path / "mine", "--json")
-    assert found.code == 0, found.err
+    found = vlexport("pull", tmp_path / "hub", "-o", tmp_path / "mine", "--json").ends(0)
     assert found.document["trusted"]  # built here
     copy = tmp_path / "mine" / built.name
     assert vlexport("check", copy).code == 0
@@ -165,8 +163,7 @@ def test_the_hub_is_read_at_one_commit_and_given_a_folder_and_a_card(
         pages.append((folder_path / "README.md").read_text("utf-8"))
 
     monkeypatch.setattr("huggingface_hub.HfApi.upload_folder", upload)
-    ran = vlexport("push", built, "org/name")
-    assert (ran.code, ran.lines) == (0, [f"org/name/{built.name}"]), ran.err
+    assert vlexport("push", built, "org/name").ends(0).lines == [f"org/name/{built.name}"]
     assert made == [("org/name", {"private": True, "exist_ok": True}), sorted(["README.md", built.name])]
     assert f"vlexport pull org/name {built.name}\nvlexport trust " in pages[0]
 

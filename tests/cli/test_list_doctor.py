@@ -55,8 +55,7 @@ def test_every_error_prints_a_code_that_explain_knows_offline():
         assert [line.partition(":")[0] for line in ran.lines[1:]] == ["Causes", "What to do"]
     found = vlexport("explain", "untrusted", "--json").document
     assert (found["code"], found["exit_code"]) == ("untrusted", 5)
-    refused = vlexport("explain", "invented")
-    assert (refused.code, refused.err.startswith("vlexport: [request] ")) == (2, True)
+    assert vlexport("explain", "invented").ends(2).err.startswith("vlexport: [request] ")
 
 
 def test_help_list_and_inspect_load_no_torch(built):
@@ -146,8 +145,7 @@ def test_a_wheel_of_onnx_runtime_that_lost_its_files_is_diagnosed(left, monkeypa
     assert row.advice == "pip install --force-reinstall --no-deps onnxruntime-gpu==1.31.1"
     if "folder" in left:
         assert "files of it were removed" in row.found
-        done = vlexport("doctor")
-        assert done.code == 0, done.err
+        vlexport("doctor").ends(0)
 
 
 def test_a_check_that_fails_by_itself_is_a_finding_and_the_others_run(monkeypatch):
@@ -199,8 +197,7 @@ def test_a_library_that_resizes_or_counts_otherwise_is_exit_code_4(monkeypatch):
     monkeypatch.setattr(
         F, "interpolate", lambda *given, **known: plain(*given, **{**known, "antialias": False})
     )
-    ran = vlexport("doctor", "--deep")
-    assert ran.code == 4
+    ran = vlexport("doctor", "--deep").ends(4)
     assert (
         "not fit for use: pixels, kimi_vl, pixels, minicpmv, pixels, nemotron_vl, pixels, qwen2_5_vl, "
         "pixels, qwen2_vl" in ran.err

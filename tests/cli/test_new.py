@@ -24,17 +24,14 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def build(folder: Path, *words: object) -> Path:
-    ran = vlexport("build", *words, "--output-dir", folder / "engines")
-    assert ran.code == 0, ran.err
-    return Path(ran.lines[-1])
+    return Path(vlexport("build", *words, "--output-dir", folder / "engines").ends(0).lines[-1])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["siglip2", "gemma3"])
 def test_a_new_recipe_passes_its_own_test(tmp_path: Path, model_type: str) -> None:
     tiny = write_checkpoint(model_type, tmp_path / "checkpoint")
-    ran = vlexport("new", "recipe", tiny, "-o", tmp_path / "mine.py", "--json")
-    assert ran.code == 0, ran.err
+    ran = vlexport("new", "recipe", tiny, "-o", tmp_path / "mine.py", "--json").ends(0)
     assert ran.document["files"] == [str(tmp_path / "mine.py"), str(tmp_path / "test_mine.py")]
     assert find_recipe(str(tmp_path / "mine.py")).model_types == (model_type,)
     runpy.run_path(str(tmp_path / "test_mine.py"))["test_the_recipe_conforms"]()
@@ -91,8 +88,7 @@ def test_a_new_backend_passes_its_own_test_and_is_found_until_it_changes(
     for words in (("encode", bundle, "--image", image, "--output", out), ("check", bundle, "--accuracy")):
         # As in another process.
         backends._GIVEN.clear()
-        ran = vlexport(*words)
-        assert ran.code == 0, ran.err
+        vlexport(*words).ends(0)
     backends._GIVEN.clear()
     mine.write_text(mine.read_text(encoding="utf-8") + "# Changed.\n", encoding="utf-8")
     ran = vlexport("check", bundle)
@@ -117,8 +113,7 @@ def test_files_of_entry_points_are_found_and_a_broken_one_costs_no_other(
         "[vlexport.backends]\nlost = lost\nplain_torch = package.plain_torch\nwrong = package.wrong\n"
     )
     monkeypatch.syspath_prepend(site)
-    ran = vlexport("list", "--json")
-    assert ran.code == 0, ran.err
+    ran = vlexport("list", "--json").ends(0)
     assert "mine" in [recipe["name"] for recipe in ran.document["recipes"]]
     told = vlexport("doctor", "--json")
     assert {"plain_torch", "eager"} <= {backend["name"] for backend in told.document["backends"]}
@@ -150,6 +145,5 @@ def test_a_file_that_is_there_a_wrong_name_and_an_unknown_model_are_refused(
         (("backend", "mine", "-o", tmp_path / "other.py"), "which the file has too"),
     ):
         with subtests.test(message):
-            ran = vlexport("new", *words)
-            assert (ran.code, message in ran.err) == (2, True), ran.err
+            assert message in vlexport("new", *words).ends(2).err
     assert sorted(path.name for path in tmp_path.glob("*.py")) == ["test_there.py"]

@@ -32,8 +32,7 @@ def as_transformers_reads(stored, scale):
 def test_a_tower_in_fp8_gives_the_tokens_of_the_weights_that_transformers_reads(checkpoint, tmp_path):
     folder = write_quantised(tmp_path / "fp8", checkpoint, "fp8")
     words = ("--backend", "eager", "--output-dir", tmp_path / "engines")
-    ran = vlexport("build", folder, *words)
-    assert ran.code == 0, ran.err
+    ran = vlexport("build", folder, *words).ends(0)
     path = ran.lines[-1]
     assert Bundle.open(path).manifest.checkpoint.quantised == "fp8, 5 of 18 tensors"
     assert vlexport("inspect", path, "--json").document["checkpoint"]["quantised"] == "fp8, 5 of 18 tensors"

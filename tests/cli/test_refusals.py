@@ -229,15 +229,8 @@ def out_is_a_folder(world):
 
 
 def failed_bundle(world):
-    words = (
-        "--recipe",
-        world.wrong_recipe,
-        "--image",
-        world.image,
-        "--output",
-        world.folder / "x.safetensors",
-    )
-    return vlexport("encode", world.failed, *words)
+    words = ("--recipe", world.wrong_recipe, "--image", world.image)
+    return vlexport("encode", world.failed, *words, "--output", world.folder / "x.safetensors")
 
 
 def outside_profile(world):
@@ -384,8 +377,7 @@ def test_the_cases_reach_every_exit_code_that_an_error_can_have():
 
 def test_the_traceback_comes_with_debug_before_or_after_the_verb_but_not_behind_two_dashes():
     for words in (("--debug", "build", "nowhere"), ("build", "nowhere", "--debug")):
-        ran = vlexport(*words)
-        assert ran.code == 2
+        ran = vlexport(*words).ends(2)
         assert "Traceback (most recent call last)" in ran.err
         assert "vlexport: [checkpoint] 'nowhere' does not exist here" in ran.err
     assert "'--debug' does not exist here" in vlexport("build", "--", "--debug").err

@@ -127,8 +127,7 @@ def test_what_is_printed_about_a_bundle_of_a_private_recipe_names_its_file_and_r
         assert "FILE" in words
         return [str(wrong_recipe) if word == "FILE" else word for word in words]
 
-    ran = command(*filled(printed(command("inspect", failed).out, "check")))
-    assert ran.code == 0, ran.err
+    command(*filled(printed(command("inspect", failed).out, "check"))).ends(0)
     refused = command("encode", failed, "--image", image, "--output", tmp_path / "out.safetensors").err
     again = filled(printed(refused, "check"))
     assert again[:1] == ["check"]
@@ -205,8 +204,7 @@ def test_each_command_on_a_page_runs_for_that_bundle(kind, built, checkpoint, vi
     bundle, source = built, checkpoint
     if kind == "generic":
         source = write_class("gemma3", tmp_path / "tiny")
-        ran = command("build", source, "--backend", "eager", "--output-dir", tmp_path)
-        assert ran.code == 0, ran.err
+        ran = command("build", source, "--backend", "eager", "--output-dir", tmp_path).ends(0)
         bundle = Path(ran.lines[-1])
     monkeypatch.chdir(tmp_path)
     page = tmp_path / "page.html"
@@ -222,8 +220,7 @@ def test_each_command_on_a_page_runs_for_that_bundle(kind, built, checkpoint, vi
     less = {"report": ("--fps", "2")}
     for line in lines:
         words = [values.get(word, word) for word in shlex.split(line)[1:]]
-        ran = command(*words, *less.get(words[0], ()))
-        assert ran.code == 0, (line, ran.err)
+        command(*words, *less.get(words[0], ())).ends(0)
     assert "Not measured" not in (tmp_path / "measured.html").read_text("utf-8")
 
 

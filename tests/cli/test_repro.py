@@ -91,8 +91,7 @@ def test_what_the_library_raises_is_printed(product, tmp_path):
 
 
 def test_backends_of_torch_are_refused_with_what_to_do_instead(built, tmp_path):
-    ran = vlexport("repro", built, "--output", tmp_path / "none.zip")
-    assert ran.code == 2
+    ran = vlexport("repro", built, "--output", tmp_path / "none.zip").ends(2)
     assert "bundle of backend 'eager' given; `repro` supports bundles of: onnxruntime, openvino, " in ran.err
     assert "Build the checkpoint with --backend onnxruntime too" in ran.err
     assert list(tmp_path.iterdir()) == []
@@ -106,9 +105,7 @@ def unpacked(archive):
 
 
 def build(checkpoint, engines, *words):
-    ran = vlexport("build", checkpoint, *words, "--output-dir", engines)
-    assert ran.code == 0, ran.err
-    return Path(ran.lines[-1])
+    return Path(vlexport("build", checkpoint, *words, "--output-dir", engines).ends(0).lines[-1])
 
 
 def contents(archive):
@@ -149,8 +146,7 @@ def test_an_archive_runs_with_the_library_alone_and_agrees(
     assert not list(folder.rglob("trtexec.txt"))
     versions = json.loads((folder / "versions.json").read_text())
     assert {backend, "torch", "python", "system", "processor"} <= set(versions)
-    again = vlexport("repro", bundle, "--output", tmp_path / "again.zip", *words)
-    assert again.code == 0
+    vlexport("repro", bundle, "--output", tmp_path / "again.zip", *words).ends(0)
     first, second = (contents(tmp_path / name) for name in ("bug.zip", "again.zip"))
     assert first == second
 
@@ -200,14 +196,12 @@ def test_the_call_that_failed_the_accuracy_check_is_the_one_in_the_archive(check
 
 @pytest.mark.slow
 def test_inputs_are_exported_for_every_backend(built: Path, tmp_path: Path):
-    ran = vlexport("repro", built, "--inputs-only", "-o", tmp_path / "inputs", "--json")
-    assert ran.code == 0, ran.err
+    ran = vlexport("repro", built, "--inputs-only", "-o", tmp_path / "inputs", "--json").ends(0)
     stored = json.loads((tmp_path / "inputs" / "inputs.json").read_text())
     assert len(ran.document["cases"]) == len(stored["cases"]) == 3
 
 
 @pytest.mark.slow
 def test_a_folder_that_is_there_is_not_written_into(built: Path, tmp_path: Path):
-    ran = vlexport("repro", built, "--inputs-only", "--output", tmp_path)
-    assert ran.code == 2
+    ran = vlexport("repro", built, "--inputs-only", "--output", tmp_path).ends(2)
     assert "exists; a new folder is expected" in ran.err

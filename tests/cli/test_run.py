@@ -60,9 +60,7 @@ def written(case: dict, folder: Path) -> list[object]:
 )
 def test_a_recorded_request_gives_its_tokens_as_json(recorded_bundle, tmp_path, case):
     words = ("--raw-prompt", case["prompt"], "--max-new-tokens", 32, *written(case, tmp_path))
-    ran = vlexport("run", recorded_bundle, "--checkpoint", CHECKPOINT, *words, "--json")
-    assert ran.code == 0, ran.err
-    found = ran.document
+    found = vlexport("run", recorded_bundle, "--checkpoint", CHECKPOINT, *words, "--json").ends(0).document
     expected = load_file(FOLDER / "e2e" / case["file"])
     assert (found["schema"], found["verb"]) == (1, "run")
     assert found["prompt_token_ids"] == case["prompt_token_ids"]
@@ -86,8 +84,7 @@ def run_question(built):
 @pytest.mark.seconds
 def test_the_answer_is_on_stdout_streamed_or_not_and_times_are_on_stderr(run_question, image):
     words = (image, "--prompt", "what?")
-    ran = run_question(*words)
-    assert ran.code == 0, ran.err
+    ran = run_question(*words).ends(0)
     document = run_question(*words, "--json").document
     assert ran.out == run_question(*words, "--stream").out == document["text"] + "\n"
     assert "prompt tokens, 12 generated (length); preprocess " in ran.err
@@ -166,16 +163,13 @@ def test_a_request_that_cannot_be_served_is_refused_with_the_reason(run_question
 @pytest.mark.seconds
 def test_a_failed_bundle_answers_only_when_that_is_requested(failed, checkpoint, wrong_recipe):
     words = ("--checkpoint", checkpoint, "--recipe", wrong_recipe, "--prompt", "a", "--max-new-tokens", 1)
-    refused = vlexport("run", failed, *words)
-    assert refused.code == 3
-    assert "allow_failed" in refused.err
+    assert "allow_failed" in vlexport("run", failed, *words).ends(3).err
     assert vlexport("run", failed, *words, "--allow-failed").code == 0
 
 
 @pytest.mark.seconds
 def test_a_decoder_that_is_not_there_is_refused(built, tmp_path):
-    ran = vlexport("run", built, "--checkpoint", tmp_path / "nothing", "--prompt", "a")
-    assert ran.code == 2
+    ran = vlexport("run", built, "--checkpoint", tmp_path / "nothing", "--prompt", "a").ends(2)
     assert os.fspath(tmp_path) in ran.err
 
 
@@ -191,8 +185,7 @@ BAD_WORDS = [
 def test_words_that_no_request_can_have_are_refused_before_anything_is_loaded(tmp_path, subtests):
     for words, message in BAD_WORDS:
         with subtests.test(ascii(words)):
-            ran = vlexport("run", tmp_path, "--checkpoint", CHECKPOINT, *words)
-            assert ran.code == 2
+            ran = vlexport("run", tmp_path, "--checkpoint", CHECKPOINT, *words).ends(2)
             assert re.search(message, ran.err), ran.err
 
 

@@ -37,8 +37,7 @@ def task(tmp_path, video, image):
 @pytest.mark.seconds
 def test_the_tables_have_a_row_for_every_selector_and_rate(sweep, task, tmp_path):
     plot = tmp_path / "plot.svg"
-    ran = sweep("--task", task, *SHORT, "--seeds", 2, "--plot", plot)
-    assert ran.code == 0, ran.err
+    ran = sweep("--task", task, *SHORT, "--seeds", 2, "--plot", plot).ends(0)
     assert plot.read_text("utf-8").startswith('<svg xmlns="http://www.w3.org/2000/svg"')
     assert f"plot: {plot}" in ran.err
     lines = [line.split("\t") for line in ran.lines]
@@ -94,25 +93,15 @@ REFUSED = {
 def test_what_cannot_be_swept_is_refused_with_what_to_do(sweep, video, tmp_path, subtests):
     for name, (words, code, message) in REFUSED.items():
         with subtests.test(name):
-            ran = sweep(*(str(word).format(video=video, folder=tmp_path) for word in words))
-            assert (ran.code, message in ran.err) == (code, True), ran.err
+            filled = (word.format(video=video, folder=tmp_path) for word in words)
+            assert message in sweep(*filled).ends(code).err
 
 
 @pytest.mark.slow
 def test_a_bundle_that_failed_its_check_is_swept_only_when_that_is_requested(
     failed, checkpoint, wrong_recipe, video
 ):
-    words = (
-        "sweep",
-        failed,
-        "--checkpoint",
-        checkpoint,
-        "--recipe",
-        wrong_recipe,
-        "--video",
-        video,
-        "--fps",
-        2,
-    )
-    assert vlexport(*words, *SHORT).code == 3
-    assert vlexport(*words, *SHORT, "--allow-failed").code == 0
+    words = ("sweep", failed, "--checkpoint", checkpoint, "--recipe", wrong_recipe)
+    media = ("--video", video, "--fps", 2)
+    vlexport(*words, *media, *SHORT).ends(3)
+    vlexport(*words, *media, *SHORT, "--allow-failed").ends(0)

@@ -90,9 +90,7 @@ def test_keywords_of_a_pipeline_are_options_and_the_fields_of_what_they_become()
 
 def printed(*words: object) -> dict[str, Any]:
     """The document of a command without its head."""
-    ran = command(*words, "--json")
-    assert ran.code == 0, ran.err
-    document: dict[str, Any] = ran.document
+    document: dict[str, Any] = command(*words, "--json").ends(0).document
     assert (document.pop("schema"), document.pop("verb")) == (1, words[0])
     return document
 

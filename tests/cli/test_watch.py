@@ -32,16 +32,14 @@ def play(built, checkpoint):
 
 @pytest.mark.seconds
 def test_answers_are_those_of_run_on_the_clip_so_far(play, built, checkpoint, film, tmp_path):
-    ran = play(film, "--fps", 4, "--ask", "1:what?", "--ask", "90:and then?", "--json")
-    assert ran.code == 0, ran.err
+    ran = play(film, "--fps", 4, "--ask", "1:what?", "--ask", "90:and then?", "--json").ends(0)
     answers = [json.loads(line) for line in ran.out.splitlines()]
     frames = np.stack([frame.numpy() for frame in video_frames(film, fps=4)])
     for answer, part in zip(answers, (frames[:4], frames), strict=True):
         np.save(tmp_path / "part.npy", part)
+        given = ("--checkpoint", checkpoint, "--max-new-tokens", 8)
         words = ("--prompt", answer["question"], "--video", tmp_path / "part.npy", "--fps", 4)
-        expected = vlexport(
-            "run", built, "--checkpoint", checkpoint, "--max-new-tokens", 8, *words, "--json"
-        ).document
+        expected = vlexport("run", built, *given, *words, "--json").document
         for name in ("prompt_token_ids", "token_ids", "text"):
             assert answer[name] == expected[name], (answer["question"], name)
     assert "90 s: past the end of the clip" in ran.err
@@ -68,8 +66,7 @@ def test_frames_of_stdin_that_are_cut_off_are_a_clip_too(play, film, monkeypatch
     asked = ("--fps", 4, "--ask", "0:what?", "--ask", "90:and then?", "--json")
     expected = play(film, *asked)
     monkeypatch.setattr(sys, "stdin", Stdin(frames + b"P6\n", is_terminal=False))
-    ran = play("-", *asked)
-    assert ran.code == 2
+    ran = play("-", *asked).ends(2)
     assert "is no header" in ran.err
     answers = [[json.loads(line) for line in each.out.splitlines()[:2]] for each in (ran, expected)]
     for ours, theirs in zip(*answers, strict=True):
@@ -80,14 +77,11 @@ def test_frames_of_stdin_that_are_cut_off_are_a_clip_too(play, film, monkeypatch
 @pytest.mark.seconds
 def test_lines_that_are_typed_are_questions(play, film, monkeypatch):
     monkeypatch.setattr(sys, "stdin", Stdin(b"what?\n\nand then?\n", is_terminal=True))
-    ran = play(film, "--fps", 8)
-    assert ran.code == 0, ran.err
+    ran = play(film, "--fps", 8).ends(0)
     assert [line.split(": ")[1] for line in ran.err.splitlines() if "?" in line] == ["what?", "and then?"]
 
 
 def test_what_is_no_question_or_size_is_refused(play, film, subtests):
     for words, text in ((("--ask", "what?"), "SECONDS:QUESTION"), (("--size", "wide"), "WIDTHxHEIGHT")):
         with subtests.test(words[0]):
-            ran = play(film, *words)
-            assert ran.code == 2
-            assert text in ran.err
+            assert text in play(film, *words).ends(2).err

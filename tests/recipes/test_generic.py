@@ -435,11 +435,9 @@ def test_a_picture_goes_from_the_shell_to_the_rows_of_transformers(model_type, t
         alone = {} if model_type == "smolvlm" else {"image_sizes": []}
         images = images if alone else images[None]
     Image.fromarray(shown.frames[0].numpy()).save(tmp_path / "picture.png")
-    built = vlexport("build", folder, "--backend", "eager", "--output-dir", tmp_path / "engines")
-    assert built.code == 0, built.err
+    built = vlexport("build", folder, "--backend", "eager", "--output-dir", tmp_path / "engines").ends(0)
     bundle, out = built.lines[-1], tmp_path / "rows.safetensors"
-    done = vlexport("encode", bundle, "--image", tmp_path / "picture.png", "--output", out)
-    assert done.code == 0, done.err
+    vlexport("encode", bundle, "--image", tmp_path / "picture.png", "--output", out).ends(0)
     (rows,) = (each for key, each in load_file(out).items() if key.endswith(".embeds"))
     checkpoint = Checkpoint.open(folder)
     model: Any = recipe_for(checkpoint).reference(checkpoint).module
@@ -448,8 +446,7 @@ def test_a_picture_goes_from_the_shell_to_the_rows_of_transformers(model_type, t
     assert error(rows, torch.cat([each.flatten(0, -2) for each in parts])) < NEAR
     shutil.copy(TOKENIZER / "tokenizer.json", folder)
     question = ("--image", tmp_path / "picture.png", "--prompt", "What?")
-    refused = vlexport("run", bundle, "--checkpoint", folder, *question)
-    assert refused.code == 2
+    refused = vlexport("run", bundle, "--checkpoint", folder, *question).ends(2)
     lacks = "'video_processor'" if model_type == "smolvlm" else "Pass a checkpoint with its language model"
     assert lacks in refused.err
 

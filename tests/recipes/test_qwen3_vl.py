@@ -212,8 +212,7 @@ def test_answers_equal_those_of_transformers(tmp_path, experts: int) -> None:
     # The command prints what the library returns.
     Picture.fromarray(image[0].numpy()).save(tmp_path / "image.png")
     words = ("--checkpoint", path, "--prompt", "What?", "--image", tmp_path / "image.png")
-    ran = vlexport("run", bundle.path, *words, "--max-new-tokens", 16, "--json")
-    assert ran.code == 0, ran.err
+    ran = vlexport("run", bundle.path, *words, "--max-new-tokens", 16, "--json").ends(0)
     printed = json.loads(ran.out)
     assert printed["token_ids"] == generated(theirs, printed["prompt_token_ids"], items[:1])
 

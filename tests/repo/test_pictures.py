@@ -109,8 +109,7 @@ def test_lines_of_a_terminal_do_not_touch_and_end_inside_the_frame(pictures):
 def test_the_errors_shown_are_those_of_today(pictures):
     printed = []
     for command in pictures.ERRORS:
-        ran = vlexport(*command.replace(" checkpoint ", f" {pictures.CHECKPOINT} ").split()[1:])
-        assert ran.code == 2
+        ran = vlexport(*command.replace(" checkpoint ", f" {pictures.CHECKPOINT} ").split()[1:]).ends(2)
         printed += ["$", *command.split(), *(line for line in ran.err.splitlines() if "vlexport:" in line)]
     root = ElementTree.fromstring(committed("error"))
     shown = "".join("".join(row.itertext()) for row in root if row.tag == f"{SVG}text")
