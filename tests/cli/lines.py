@@ -8,12 +8,12 @@ import io
 import json
 import shutil
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from vlexport.bundle import Bundle, Trust
+from vlexport.bundle import Manifest, Trust
 from vlexport.cli import run
 
 SCRIPT = Path(sys.executable).with_name("vlexport")
@@ -55,8 +55,28 @@ def own_copy(built: Path, copy: Path) -> Path:
     """A copy of a bundle with a digest of its own, trusted, to be changed."""
     shutil.copytree(built, copy)
     seconds = int(hashlib.sha256(str(copy).encode()).hexdigest(), 16) % 10**9
-    created = datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    own = replace(Bundle.open(copy).manifest, created=created)
-    (copy / "manifest.json").write_bytes(own.encoded())
-    Trust.of().record(own.digest(), "built")
+    change_manifest(copy, created=datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
     return copy
+
+
+def change_manifest(bundle: Path, *, trusted: bool = True, **changes: object) -> Manifest:
+    """Give a bundle another manifest, whoever vouches for it; a mapping changes a part of a field."""
+    file = bundle / "manifest.json"
+    before = Manifest.parse(file.read_bytes())
+    values = {}
+    for name, value in changes.items():
+        field: Any = getattr(before, name)
+        is_part = isinstance(value, dict) and is_dataclass(field)
+        values[name] = replace(field, **value) if is_part else value
+    changed = replace(before, **values)  # type: ignore[arg-type]
+    file.write_bytes(changed.encoded())
+    if trusted:
+        Trust.of().record(changed.digest(), "built")
+    return changed
+
+
+def flip(file: Path) -> None:
+    """Change one bit in the middle of a file."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)

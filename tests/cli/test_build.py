@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.cli.lines import vlexport
+from tests.cli.lines import flip, vlexport
 from vlexport.bundle import Bundle
 from vlexport.cli.build import report_of
 from vlexport.cli.output import show_report
@@ -112,10 +112,7 @@ def test_a_failed_build_in_plain_words_still_ends_with_its_path(
 def test_a_bundle_that_rotted_on_disk_is_built_again(checkpoint, built, tmp_path):
     place = tmp_path / "engines" / built.name
     shutil.copytree(built, place)
-    payload = place / "program.safetensors"
-    data = bytearray(payload.read_bytes())
-    data[len(data) // 2] ^= 1
-    payload.write_bytes(data)
+    flip(place / "program.safetensors")
     ran = vlexport("build", checkpoint, "--backend", "eager", "--output-dir", place.parent)
     assert (ran.code, ran.lines) == (0, [str(place)])
     assert "is built again" in ran.err

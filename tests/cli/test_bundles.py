@@ -14,11 +14,10 @@ from PIL import Image
 from vlexport.recipes.demo.writing import write_checkpoint
 
 from benchmarks.classes import write_checkpoint as write_class
-from tests.cli.lines import vlexport
+from tests.cli.lines import change_manifest, flip, vlexport
 from vlexport import load
 from vlexport.backends import backend_names, eager, find_backend
-from vlexport.bundle import Bundle, Manifest, Verdict
-from vlexport.bundle.trust import Trust
+from vlexport.bundle import Bundle, Verdict
 from vlexport.checkpoint import Checkpoint
 from vlexport.parity.report import ParityReport
 from vlexport.recipe import list_recipes
@@ -98,9 +97,7 @@ def test_the_report_measures_what_it_lacks_and_names_what_that_needs(bundle, che
     assert {"pruning", "kept-tokens"} & set(places) == set()
     assert f"<td>{image.name}</td>" in text
     assert ParityReport.from_json(Bundle.open(bundle).verdict.table).layers is not None
-    unchecked = replace(Bundle.open(bundle).manifest, parity=Verdict(status="not_run"))
-    (bundle / "manifest.json").write_bytes(unchecked.encoded())
-    Trust.of().record(unchecked.digest(), "built")
+    change_manifest(bundle, parity=Verdict(status="not_run"))
     assert "Not measured: accuracy, drift by block, latency" in vlexport("report", bundle, "-o", out).err
     ran = vlexport("report", bundle, image, "--measure", "-o", out)
     assert "Not measured: pruning, kept tokens: a video is needed." in ran.err
@@ -111,18 +108,10 @@ def test_the_report_measures_what_it_lacks_and_names_what_that_needs(bundle, che
     assert "absent' does not exist" in document["unmeasured"]
 
 
-def made_with(bundle, version):
-    """The bundle as one that another version of its library made."""
-    made = Bundle.open(bundle).manifest
-    made = replace(made, target=replace(made.target, version=version))
-    (bundle / "manifest.json").write_bytes(made.encoded())
-    Trust.of().record(made.digest(), "built")
-
-
 @pytest.mark.seconds
 def test_a_portable_bundle_opens_with_a_newer_library_once_it_passed_its_check_there(bundle, monkeypatch):
     monkeypatch.setattr(eager.Eager, "reads_older", True)
-    made_with(bundle, "2.10.0")
+    change_manifest(bundle, target={"version": "2.10.0"})
     before = digest(bundle)
     refused = vlexport("check", bundle)
     assert (refused.code, "built with eager 2.10.0" in refused.err) == (4, True), refused.err
@@ -143,7 +132,7 @@ def test_another_version_is_refused_without_a_way_where_no_newer_one_of_a_portab
     version, reads_older, bundle, monkeypatch
 ):
     monkeypatch.setattr(eager.Eager, "reads_older", reads_older)
-    made_with(bundle, version)
+    change_manifest(bundle, target={"version": version})
     for words in ((), ("--accuracy",)):
         ran = vlexport("check", bundle, *words)
         assert (ran.code, "Build it on this machine" in ran.err) == (4, True), ran.err
@@ -190,18 +179,9 @@ def test_parity_against_a_copy_of_the_same_weights_counts(bundle, checkpoint, tm
     assert found["summaries"][0] == found["summaries"][1]
 
 
-def moved(bundle, source):
-    """Let the manifest name another source; returns its digest."""
-    made = Bundle.open(bundle).manifest
-    other = replace(made, checkpoint=replace(made.checkpoint, source=str(source)))
-    (bundle / "manifest.json").write_bytes(other.encoded())
-    return digest(bundle)
-
-
 @pytest.mark.seconds
 def test_a_source_that_changed_since_the_build_does_not_condemn_the_bundle(bundle, tiny):
-    before = moved(bundle, tiny(seed=6))
-    assert vlexport("trust", bundle, before).code == 0
+    before = change_manifest(bundle, checkpoint={"source": str(tiny(seed=6))}).digest()
     ran = vlexport("check", bundle, "--accuracy").ends(3)
     assert "not the one that the bundle was built from" in ran.out
     assert "verdict not stored: the reference has other weights" in ran.err
@@ -210,41 +190,34 @@ def test_a_source_that_changed_since_the_build_does_not_condemn_the_bundle(bundl
 
 @pytest.mark.seconds
 def test_a_source_that_is_gone_can_be_named_anew(bundle):
-    assert vlexport("trust", bundle, moved(bundle, "/nowhere/any/more")).code == 0
+    change_manifest(bundle, checkpoint={"source": "/nowhere/any/more"})
     assert "'/nowhere/any/more' does not exist" in vlexport("check", bundle, "--accuracy").ends(2).err
 
 
 def test_inspect_describes_a_bundle_without_trusting_it(bundle):
-    file = bundle / "manifest.json"
-    foreign = replace(Manifest.parse(file.read_bytes()), created="2032-01-01T00:00:00Z")
-    file.write_bytes(foreign.encoded())
+    foreign = change_manifest(bundle, trusted=False, created="2032-01-01T00:00:00Z")
     found = vlexport("inspect", bundle, "--json").document
     assert (found["schema"], found["verb"], found["kind"]) == (1, "inspect", "bundle")
     assert (found["trusted"], found["problem"], found["parity"]) == (False, None, "passed")
     assert found["summary"] == summary(bundle)
     assert found["created"] == "2032-01-01T00:00:00Z"
     assert found["files"]["program.json"] == (bundle / "program.json").stat().st_size
-    form = f"compiled for {Manifest.parse(file.read_bytes()).graphs.target}"
+    form = f"compiled for {foreign.graphs.target}"
     assert found["forms"] == {"prune": form, "positions": form}
-    file.write_bytes(replace(foreign, graphs=replace(foreign.graphs, target=None, reason="no x")).encoded())
+    change_manifest(bundle, trusted=False, graphs={"target": None, "reason": "no x"})
     forms = vlexport("inspect", bundle, "--json").document["forms"]
     assert forms == {"prune": "eager: no x", "positions": "eager: no x"}
 
 
 def test_inspect_names_an_accuracy_table_that_was_altered(bundle):
-    manifest = Bundle.open(bundle).manifest
-    table = {**manifest.parity.table, "seal": "0" * 64}
-    altered = replace(manifest, parity=replace(manifest.parity, table=table))
-    (bundle / "manifest.json").write_bytes(altered.encoded())
+    table = Bundle.open(bundle).manifest.parity.table
+    change_manifest(bundle, trusted=False, parity={"table": {**table, "seal": "0" * 64}})
     found = vlexport("inspect", bundle, "--json").document
     assert "altered since it was written" in found["summary"]
 
 
 def test_inspect_shows_that_contents_were_not_hashed(bundle):
-    program = bundle / "program.safetensors"
-    data = bytearray(program.read_bytes())
-    data[len(data) // 2] ^= 1
-    program.write_bytes(data)
+    flip(bundle / "program.safetensors")
     found = vlexport("inspect", bundle, "--json").document
     assert found["problem"] is None
     assert found["contents"] == f"sizes compared, bytes not hashed; run: vlexport check {bundle}"

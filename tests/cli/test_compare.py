@@ -14,7 +14,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from tests.bundle.examples import MANIFEST
-from tests.cli.lines import own_copy, vlexport
+from tests.cli.lines import change_manifest, own_copy, vlexport
 from vlexport.bundle import Bundle, Trust, Verdict
 from vlexport.bundle.files import FileRecord
 from vlexport.bundle.manifest import AdapterIdentity
@@ -25,15 +25,12 @@ from vlexport.parity.report import ParityReport, Row, count_row
 def changed(built, path, *, graph=None, **values):
     """Return a copy of a bundle with other values in its manifest, and a graph if one is given."""
     own_copy(built, path)
-    made = Bundle.open(path).manifest
-    files = dict(made.files)
+    files = dict(Bundle.open(path).manifest.files)
     if graph is not None:
         content = graph.read_bytes()
         (path / "model.onnx").write_bytes(content)
         files["model.onnx"] = FileRecord(size=len(content), sha256=hashlib.sha256(content).hexdigest())
-    made = replace(made, files=files, **values)
-    (path / "manifest.json").write_bytes(made.encoded())
-    Trust.of().record(made.digest(), "built")
+    change_manifest(path, files=files, **values)
     return path
 
 
@@ -141,15 +138,15 @@ def test_a_table_is_compared_with_a_table_or_with_a_bundles_own(built, worse, tm
 
 def test_results_of_other_weights_are_refused_unless_the_caller_insists(built, tmp_path):
     origin = Bundle.open(built).manifest.checkpoint
-    other = changed(built, tmp_path / "other", checkpoint=replace(origin, weights="0" * 64))
+    other = changed(built, tmp_path / "other", checkpoint={"weights": "0" * 64})
     ran = vlexport("compare", built, other).ends(2)
     assert f"weights differ ({origin.weights[:12]} and 000000000000)" in ran.err
     assert "allow_different compares all the same" in ran.err
     ran = vlexport("compare", built, other, "--allow-different", "--json")
     assert (ran.code, len(ran.document["waived"])) == (0, 1)
     assert "checkpoint.weights" in {each["name"] for each in ran.document["identity"]}
-    folded = replace(origin, adapter=AdapterIdentity(source="lora", digest="a" * 64))
-    adapted = changed(built, tmp_path / "adapted", checkpoint=folded)
+    adapter = AdapterIdentity(source="lora", digest="a" * 64)
+    adapted = changed(built, tmp_path / "adapted", checkpoint={"adapter": adapter})
     short = origin.weights[:12]
     assert (
         f"weights differ ({short} and {short} with aaaaaaaaaaaa)" in vlexport("compare", built, adapted).err
@@ -201,8 +198,7 @@ def test_what_is_no_result_or_was_altered_is_refused(built, tmp_path):
 
 def test_a_bundle_from_elsewhere_is_approved_by_its_digest(built, tmp_path):
     strange = own_copy(built, tmp_path / "strange")
-    made = replace(Bundle.open(strange).manifest, created="2031-01-01T00:00:00Z")
-    (strange / "manifest.json").write_bytes(made.encoded())
+    made = change_manifest(strange, trusted=False, created="2031-01-01T00:00:00Z")
     assert vlexport("compare", built, strange).code == 5
     ran = vlexport("trust", strange, "0" * 64)
     assert (ran.code, f"its digest is {made.digest()}, and {'0' * 64} was approved" in ran.err) == (5, True)

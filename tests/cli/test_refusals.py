@@ -8,7 +8,7 @@ import re
 import shutil
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -18,10 +18,10 @@ from filelock import FileLock
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from tests.cli.lines import Ran, own_copy, vlexport
+from tests.cli.lines import Ran, change_manifest, flip, own_copy, vlexport
 from vlexport import backends, system
 from vlexport.backends import eager
-from vlexport.bundle import Manifest, Trust
+from vlexport.bundle import Manifest
 
 # `vlexport.build` names the public function; this is the module around it.
 building = importlib.import_module("vlexport._build.build")
@@ -58,23 +58,8 @@ class World:
         file = self.checkpoint / "config.json"
         file.write_text(json.dumps(json.loads(file.read_text("utf-8")) | wanted), encoding="utf-8")
 
-    def manifest(self, *, approve: bool = True, **changed: object) -> None:
-        """Give the bundle another manifest, whoever vouches for it; a mapping changes a part of a field."""
-        file = self.bundle / "manifest.json"
-        made = Manifest.parse(file.read_bytes())
-        parts = {
-            name: replace(getattr(made, name), **value) if isinstance(value, dict) else value
-            for name, value in changed.items()
-        }
-        made = replace(made, **parts)  # type: ignore[arg-type]
-        file.write_bytes(made.encoded())
-        if approve:
-            Trust.of().record(made.digest(), "approved")
-
-    def flip(self, name: str) -> None:
-        data = bytearray((self.bundle / name).read_bytes())
-        data[100] ^= 1
-        (self.bundle / name).write_bytes(data)
+    def manifest(self, **changes: object) -> None:
+        change_manifest(self.bundle, **changes)  # type: ignore[arg-type]
 
     def build(self, *words: object) -> Ran:
         return vlexport("build", self.checkpoint, "--backend", "eager", "-o", self.folder / "e", *words)
@@ -182,9 +167,9 @@ VERIFIES = {
         lambda w: w.manifest(recipe={"name": str(w.write("program.py", b"raise SystemExit(77)\n"))}), 4,
         r"program\.py', which is not here"
     ),
-    "altered payload": (lambda w: w.flip("program.json"), 5,
+    "altered payload": (lambda w: flip(w.bundle / "program.json"), 5,
         rf"'program\.json' has SHA-256 {DIGEST}; expected {DIGEST}"),
-    "untrusted": (lambda w: w.manifest(created="2030-01-01T00:00:00Z", approve=False), 5,
+    "untrusted": (lambda w: w.manifest(created="2030-01-01T00:00:00Z", trusted=False), 5,
         rf"neither built here nor approved.*found {DIGEST}.*vlexport trust .*{DIGEST}"),
 }  # fmt: skip
 

@@ -7,7 +7,7 @@ import time
 import pytest
 from filelock import FileLock
 
-from tests.cli.lines import own_copy, vlexport
+from tests.cli.lines import flip, own_copy, vlexport
 
 DAY = 86400
 
@@ -74,10 +74,7 @@ def test_ls_shows_bundles_and_unfinished_builds_with_their_sizes_and_tags(store)
 def test_ls_can_hash_every_file_and_names_the_damaged_bundle(store):
     whole = vlexport("bundles", "ls", "--check", "-o", store)
     assert (whole.code, [line.rpartition("\t")[2] for line in whole.lines[1:3]]) == (0, ["passed", "passed"])
-    file = store / "new" / "program.safetensors"
-    data = bytearray(file.read_bytes())
-    data[100] ^= 1
-    file.write_bytes(data)
+    flip(store / "new" / "program.safetensors")
     ran = vlexport("bundles", "ls", "--check", "-o", store, "--json")
     assert (ran.code, ran.document["damaged"]) == (5, 1)
     old, new, *_ = ran.document["entries"]
