@@ -51,6 +51,13 @@ def vlexport(*words: object) -> Ran:
     return Ran(code=code, out=out.getvalue(), err=err.getvalue())
 
 
+class Terminal(io.StringIO):
+    """A stream that is taken for a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
 def own_copy(built: Path, copy: Path) -> Path:
     """A copy of a bundle with a digest of its own, trusted, to be changed."""
     shutil.copytree(built, copy)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import re
 from contextlib import redirect_stdout
@@ -14,7 +13,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from tests.bundle.examples import MANIFEST
-from tests.cli.lines import change_manifest, own_copy, vlexport
+from tests.cli.lines import Terminal, change_manifest, own_copy, vlexport
 from vlexport.bundle import Bundle, Trust, Verdict
 from vlexport.bundle.files import FileRecord
 from vlexport.bundle.manifest import AdapterIdentity
@@ -206,11 +205,6 @@ def test_a_bundle_from_elsewhere_is_approved_by_its_digest(built, tmp_path):
     ran = vlexport("trust", strange, f"sha256:{made.digest()[:12]}")
     assert (ran.code, f"digest {made.digest()} approved" in ran.out) == (0, True)
     assert vlexport("compare", built, strange).code == 0
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
 
 
 def test_the_tables_fit_100_columns(built, worse, monkeypatch):

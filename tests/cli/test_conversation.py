@@ -1,24 +1,18 @@
 """`run` without a prompt on a terminal: what is typed, and what `generate` gives for the same messages."""
 
 import importlib
-import io
 import shlex
 
 import pytest
 
-from tests.cli.lines import vlexport
+from tests.cli.lines import Terminal, vlexport
 from vlexport import load
-
-
-class Typed(io.StringIO):
-    def isatty(self):
-        return True
 
 
 @pytest.fixture
 def talk(built, monkeypatch):
     def run(*lines, words=()):
-        monkeypatch.setattr("sys.stdin", Typed("".join(f"{line}\n" for line in lines)))
+        monkeypatch.setattr("sys.stdin", Terminal("".join(f"{line}\n" for line in lines)))
         monkeypatch.setattr(importlib.import_module("vlexport.cli.run"), "_is_terminal", lambda: True)
         ran = vlexport("run", built, "--max-new-tokens", 6, *words).ends(0)
         return ran.out.split("> "), ran.err

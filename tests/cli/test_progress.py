@@ -13,7 +13,7 @@ from contextlib import redirect_stderr
 
 import pytest
 
-from tests.cli.lines import vlexport
+from tests.cli.lines import Terminal, vlexport
 from vlexport._build.timings import SECONDS, WEIGHTS, Timings, expected_build, keep, recall
 from vlexport.cli import output, progress
 from vlexport.cli.progress import Overall, duration, phases
@@ -182,8 +182,7 @@ def test_tokens_are_shown_and_are_numbers_for_programs():
 
 
 def test_what_is_printed_under_a_bar_stands_above_it_and_leaves_no_copy(monkeypatch):
-    sent = io.StringIO()
-    sent.isatty = lambda: True  # type: ignore[method-assign]
+    sent = Terminal()
     monkeypatch.setattr(sys, "stderr", sent)
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "100")
