@@ -51,6 +51,11 @@ def vlexport(*words: object) -> Ran:
     return Ran(code=code, out=out.getvalue(), err=err.getvalue())
 
 
+def bundle_of(*words: object) -> Path:
+    """`vlexport build WORDS`; the bundle of a build that passed."""
+    return Path(vlexport("build", *words).ends(0).lines[-1])
+
+
 class Terminal(io.StringIO):
     """A stream that is taken for a terminal."""
 

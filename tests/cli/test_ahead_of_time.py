@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 import vlexport as library
-from tests.cli.lines import Ran, vlexport
+from tests.cli.lines import Ran, bundle_of, vlexport
 from tests.tiny_minicpmv import Tiny as MiniCPM
 from tests.tiny_minicpmv import write_tiny_minicpmv
 from vlexport.backends import find_backend
@@ -171,11 +171,10 @@ def unpacked(archive: Path) -> Path:
 def test_a_sliced_family_has_inputs_and_an_archive_too(tmp_path: Path):
     """Its tables of one entry are columns of others, with strides of their own."""
     checkpoint = write_tiny_minicpmv(tmp_path / "checkpoint", MiniCPM(version="4.5", with_decoder=False))
-    built = vlexport("build", checkpoint, *WORDS, "--profile", "thumbnail", "-o", tmp_path / "engines")
-    assert built.code == 0, built.err
+    built = bundle_of(checkpoint, *WORDS, "--profile", "thumbnail", "-o", tmp_path / "engines")
     for name, words in {"archive.zip": (), "inputs": ("--inputs-only",)}.items():
-        ran = vlexport("repro", built.lines[-1], "--output", tmp_path / name, *words)
-        assert (ran.code, ran.lines) == (0, [str(tmp_path / name)]), ran.err
+        ran = vlexport("repro", built, "--output", tmp_path / name, *words).ends(0)
+        assert ran.lines == [str(tmp_path / name)]
     cases = cases_of(tmp_path / "inputs")
     assert len(cases) > 1
 

@@ -7,14 +7,13 @@ import re
 import shlex
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from PIL import Image
 from vlexport.recipes.demo.writing import write_checkpoint
 
 from benchmarks.classes import write_checkpoint as write_class
-from tests.cli.lines import change_manifest, flip, vlexport
+from tests.cli.lines import bundle_of, change_manifest, flip, vlexport
 from vlexport import load
 from vlexport.backends import backend_names, eager, find_backend
 from vlexport.bundle import Bundle, Verdict
@@ -268,9 +267,7 @@ def test_a_bundle_of_every_recipe_passes_its_check_again_from_disk(name, tmp_pat
     else:
         contents = importlib.import_module(f"vlexport.recipes.demo.{name}").contents
         source = write_checkpoint(tmp_path / "tiny", contents(), seed=0)
-    built = vlexport("build", source, "--recipe", name, "--backend", "eager", "--output-dir", tmp_path)
-    assert built.code == 0, built.err
-    bundle = Path(built.lines[-1])
+    bundle = bundle_of(source, "--recipe", name, "--backend", "eager", "--output-dir", tmp_path)
     mark(bundle, "not_run")
     assert vlexport("check", bundle, "--accuracy").ends(0).lines[-1].endswith(", passed")
     assert Bundle.open(bundle).verdict.status == "passed"

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from benchmarks.classes import write_checkpoint
-from tests.cli.lines import vlexport
+from tests.cli.lines import bundle_of, vlexport
 from vlexport import backends
 from vlexport.bundle import Bundle
 from vlexport.bundle.trust import Programs
@@ -24,7 +24,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def build(folder: Path, *words: object) -> Path:
-    return Path(vlexport("build", *words, "--output-dir", folder / "engines").ends(0).lines[-1])
+    return bundle_of(*words, "--output-dir", folder / "engines")
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-from tests.cli.lines import vlexport
+from tests.cli.lines import bundle_of, vlexport
 from tests.quantised import BLOCK, FORMATS, write_quantised
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport import Checkpoint, load
@@ -32,8 +32,7 @@ def as_transformers_reads(stored, scale):
 def test_a_tower_in_fp8_gives_the_tokens_of_the_weights_that_transformers_reads(checkpoint, tmp_path):
     folder = write_quantised(tmp_path / "fp8", checkpoint, "fp8")
     words = ("--backend", "eager", "--output-dir", tmp_path / "engines")
-    ran = vlexport("build", folder, *words).ends(0)
-    path = ran.lines[-1]
+    path = bundle_of(folder, *words)
     assert Bundle.open(path).manifest.checkpoint.quantised == "fp8, 5 of 18 tensors"
     assert vlexport("inspect", path, "--json").document["checkpoint"]["quantised"] == "fp8, 5 of 18 tensors"
     assert vlexport("inspect", folder, "--json").document["quantised"].startswith("fp8, 5 of ")
@@ -103,9 +102,8 @@ def test_a_quantised_language_model_has_the_dtype_of_its_embeddings(tmp_path):
 @pytest.mark.parametrize("kind", sorted(FORMATS))
 def test_a_bundle_of_each_format_passes_its_check_on_onnx_runtime(kind, checkpoint, tmp_path):
     folder = write_quantised(tmp_path / kind, checkpoint, kind)
-    ran = vlexport("build", folder, "--backend", "onnxruntime", "--output-dir", tmp_path / "e", "--json")
-    assert ran.code == 0, ran.err
-    assert check(Bundle.open(ran.document["bundle"])).passed
+    bundle = bundle_of(folder, "--backend", "onnxruntime", "--output-dir", tmp_path / "e")
+    assert check(Bundle.open(bundle)).passed
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from packaging.requirements import Requirement
 
 import vlexport.backends
 from benchmarks.classes import write_checkpoint as write_class
+from tests.cli.lines import bundle_of
 from tests.cli.lines import vlexport as command
 from vlexport.backends.base import Backend
 from vlexport.bundle import Bundle
@@ -152,8 +153,7 @@ def test_the_command_to_build_again_builds_the_same_bundle(built, failed, wrong_
 @pytest.mark.slow
 def test_the_command_to_build_again_names_bounds(checkpoint, tmp_path):
     bounds = ("--max-pixels", 28 * 56, "--max-images", 2)
-    ran = command("build", checkpoint, "--backend", "eager", "--output-dir", tmp_path, *bounds)
-    bundle = Bundle.open(ran.lines[-1])
+    bundle = Bundle.open(bundle_of(checkpoint, "--backend", "eager", "--output-dir", tmp_path, *bounds))
     ran = rebuilt(bundle)
     assert "already built\tyes" in ran.out, ran.err
     other = replace(
@@ -204,8 +204,7 @@ def test_each_command_on_a_page_runs_for_that_bundle(kind, built, checkpoint, vi
     bundle, source = built, checkpoint
     if kind == "generic":
         source = write_class("gemma3", tmp_path / "tiny")
-        ran = command("build", source, "--backend", "eager", "--output-dir", tmp_path).ends(0)
-        bundle = Path(ran.lines[-1])
+        bundle = bundle_of(source, "--backend", "eager", "--output-dir", tmp_path)
     monkeypatch.chdir(tmp_path)
     page = tmp_path / "page.html"
     assert command("report", bundle, "--output", page).code == 0

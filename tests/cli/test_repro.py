@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 import pytest
 
-from tests.cli.lines import own_copy, vlexport
+from tests.cli.lines import bundle_of, own_copy, vlexport
 from tests.cli.test_compare import model
 from vlexport.backends import find_backend
 from vlexport.backends._inspection import write_run
@@ -104,10 +104,6 @@ def unpacked(archive):
     return folder
 
 
-def build(checkpoint, engines, *words):
-    return Path(vlexport("build", checkpoint, *words, "--output-dir", engines).ends(0).lines[-1])
-
-
 def contents(archive):
     """The files of an archive. OpenVINO numbers constants through a whole process, and here it is one."""
     with zipfile.ZipFile(archive) as opened:
@@ -129,7 +125,7 @@ def contents(archive):
 def test_an_archive_runs_with_the_library_alone_and_agrees(
     checkpoint, engines, tmp_path, backend, precision, words
 ):
-    bundle = build(checkpoint, engines, "--backend", backend, *precision)
+    bundle = bundle_of(checkpoint, "--backend", backend, *precision, "--output-dir", engines)
     ran = vlexport("repro", bundle, "--output", tmp_path / "bug.zip", *words)
     assert (ran.code, ran.lines) == (0, [str(tmp_path / "bug.zip")]), ran.err
     folder = unpacked(tmp_path / "bug.zip")
@@ -153,7 +149,7 @@ def test_an_archive_runs_with_the_library_alone_and_agrees(
 
 @pytest.mark.slow
 def test_the_whole_graph_with_own_weights_is_the_bundles_and_else_nobodys(checkpoint, engines, tmp_path):
-    bundle = build(checkpoint, engines, "--backend", "onnxruntime")
+    bundle = bundle_of(checkpoint, "--backend", "onnxruntime", "--output-dir", engines)
     names = ("model.onnx", "model.weights")
     for path, words in ((tmp_path / "own.zip", ("--own-weights",)), (tmp_path / "random.zip", ())):
         assert vlexport("repro", bundle, "--output", path, "--whole", *words).code == 0
@@ -176,7 +172,7 @@ def test_the_whole_graph_with_own_weights_is_the_bundles_and_else_nobodys(checkp
 
 @pytest.mark.slow
 def test_the_call_that_failed_the_accuracy_check_is_the_one_in_the_archive(checkpoint, engines, tmp_path):
-    bundle = build(checkpoint, engines, "--backend", "onnxruntime")
+    bundle = bundle_of(checkpoint, "--backend", "onnxruntime", "--output-dir", engines)
     failing = own_copy(bundle, tmp_path / "failing")
     report = ParityReport.from_json(Bundle.open(failing).verdict.table)
     rows = [

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 from safetensors.torch import load_file
 
-from tests.cli.lines import vlexport
+from tests.cli.lines import bundle_of, vlexport
 from tests.golden_data import FOLDER
 from tests.runtime.recorded import CHECKPOINT, FROM_PATCHES, TRUTHS
 from vlexport.reports.overlay import contact_sheet, films_of
@@ -27,9 +27,7 @@ BACKENDS = ("eager", pytest.param("onnxruntime", marks=pytest.mark.slow))
 @pytest.fixture(scope="session", params=BACKENDS)
 def recorded_bundle(request, shared: Path) -> Path:
     # Where tests of the runtime build the same.
-    ran = vlexport("build", CHECKPOINT, "--backend", request.param, "--output-dir", shared / "engines")
-    assert ran.code == 0, ran.err
-    return Path(ran.lines[-1])
+    return bundle_of(CHECKPOINT, "--backend", request.param, "--output-dir", shared / "engines")
 
 
 def written(case: dict, folder: Path) -> list[object]:

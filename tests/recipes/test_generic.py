@@ -18,7 +18,7 @@ from transformers.models.auto.image_processing_auto import get_image_processor_c
 from vlexport.recipes import generic
 
 from benchmarks.classes import PIXELS, random_state, tiny, tried, write_checkpoint
-from tests.cli.lines import vlexport
+from tests.cli.lines import bundle_of, vlexport
 from tests.recipes.whole_checkpoints import TOKENIZER
 from vlexport._build.build import build_checkpoint
 from vlexport._build.export import export
@@ -435,8 +435,8 @@ def test_a_picture_goes_from_the_shell_to_the_rows_of_transformers(model_type, t
         alone = {} if model_type == "smolvlm" else {"image_sizes": []}
         images = images if alone else images[None]
     Image.fromarray(shown.frames[0].numpy()).save(tmp_path / "picture.png")
-    built = vlexport("build", folder, "--backend", "eager", "--output-dir", tmp_path / "engines").ends(0)
-    bundle, out = built.lines[-1], tmp_path / "rows.safetensors"
+    bundle = bundle_of(folder, "--backend", "eager", "--output-dir", tmp_path / "engines")
+    out = tmp_path / "rows.safetensors"
     vlexport("encode", bundle, "--image", tmp_path / "picture.png", "--output", out).ends(0)
     (rows,) = (each for key, each in load_file(out).items() if key.endswith(".embeds"))
     checkpoint = Checkpoint.open(folder)
