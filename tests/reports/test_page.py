@@ -15,19 +15,19 @@ import torch
 from PIL.PngImagePlugin import PngInfo
 
 from tests.bundle.examples import MANIFEST
-from tests.reports.test_sweep import JUDGED, SVG
+from tests.reports.test_sweep import SVG, sweep_of
 from vlexport._build.plan import Forecast, Needs
 from vlexport.bundle import Bundle, Manifest, Verdict
 from vlexport.bundle.files import FileRecord
 from vlexport.checkpoint.names import ModuleMapping
 from vlexport.codec import decode, encode
-from vlexport.errors import InputError, MediaError, RequestError
+from vlexport.errors import InputError, RequestError
 from vlexport.evaluate.bench import Contender, Timings, machine_here
 from vlexport.evaluate.intervals import Interval
 from vlexport.parity.report import LayerCurve, LayerPoint, ParityReport, Row
 from vlexport.reports.page import page
 from vlexport.reports.results import Results, read_results
-from vlexport.reports.sweep import Sweep, rows_of
+from vlexport.reports.sweep import Sweep
 
 MIB = 2**20
 VOID = ("meta", "br", "img")
@@ -116,18 +116,9 @@ def plan_of(bundle):
     return {"schema": 1, "verb": "plan", **encode(forecast.to_json())}
 
 
-def sweep_of(bundle):
-    found = Sweep(
-        bundle=str(bundle.path),
-        digest=bundle.digest,
-        task="task.jsonl",
-        seeds=2,
-        chance={"all": 0.25},
-        forms={"evs": "compiled", "random": "eager"},
-        rows=rows_of(JUDGED, [["order"], ["order"], ["when"]]),
-        failed={"line 7": MediaError("gone")},
-    )
-    return {"schema": 1, "verb": "sweep", **encode(found.to_json())}
+def swept(bundle):
+    rows = sweep_of(str(bundle.path), bundle.digest).to_json()
+    return {"schema": 1, "verb": "sweep", **encode(rows)}
 
 
 def picture_of(bundle, digest=None):
@@ -143,7 +134,7 @@ def documents(bundle):
     return {
         "bench": [bench_of(bundle, 64, 8.2), bench_of(bundle, 16, 3.1)],
         "plan": plan_of(bundle),
-        "sweep": sweep_of(bundle),
+        "sweep": swept(bundle),
     }
 
 
@@ -385,11 +376,10 @@ def test_a_script_in_any_text_is_shown_and_not_run(tmp_path):
         timed["contenders"][0][name] = PLANTED
     documents = {"bench": [timed, bench_of(bundle, 32, 3.0)], "plan": plan_of(bundle)}
     documents["plan"] |= {"origin": PLANTED, "padding": {PLANTED: 0.5}}
-    swept = sweep_of(bundle) | {"bundle": PLANTED}
-    for each in swept["rows"]:
+    documents["sweep"] = swept(bundle) | {"bundle": PLANTED}
+    for each in documents["sweep"]["rows"]:
         each["selector"] = PLANTED
         each["categories"] = {PLANTED: each["categories"]["when"]}
-    documents["sweep"] = swept
     text = page(bundle, read_results(bundle, **written(tmp_path, documents, picture_of(bundle))))
     found = Parsed(text)
     assert set(found.tags) <= ALLOWED

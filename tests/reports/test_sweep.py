@@ -92,11 +92,10 @@ def test_categories_have_rows_of_their_own(rows):
     assert when.over_random.value == -0.5
 
 
-@pytest.fixture
-def found() -> Sweep:
+def sweep_of(bundle: str, digest: str) -> Sweep:
     return Sweep(
-        bundle="engines/tiny",
-        digest="d" * 64,
+        bundle=bundle,
+        digest=digest,
         task="task.jsonl",
         seeds=2,
         chance={"all": 0.25},
@@ -104,6 +103,11 @@ def found() -> Sweep:
         rows=rows_of(JUDGED, [["order"], ["order"], ["when"]]),
         failed={"line 7": MediaError("gone. Pass another.")},
     )
+
+
+@pytest.fixture
+def found() -> Sweep:
+    return sweep_of("engines/tiny", "d" * 64)
 
 
 def test_tables_have_every_row_and_a_second_one_the_categories(found):
