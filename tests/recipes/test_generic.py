@@ -19,7 +19,7 @@ from vlexport.recipes import generic
 
 from benchmarks.classes import PIXELS, random_state, tiny, tried, write_checkpoint
 from tests.cli.lines import bundle_of, vlexport
-from tests.recipes.whole_checkpoints import TOKENIZER
+from tests.recipes.whole_checkpoints import GRID, SIDE, TOKENIZER, VIT
 from vlexport._build.build import build_checkpoint
 from vlexport._build.export import export
 from vlexport._build.request import request
@@ -65,11 +65,6 @@ TEXT = {
     "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
     "num_key_value_heads": 4, "head_dim": 12, "vocab_size": 96,
 }  # fmt: skip
-VIT = {
-    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "image_size": 32, "patch_size": 8,
-}  # fmt: skip
-GRID = {"depth": 3, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "out_hidden_size": 48}
 # Models that transformers writes under the names of their repositories: class and settings.
 STORED: dict[str, tuple[str, dict[str, Any]]] = {
     "llava": ("Llava", {"vision_config": {"model_type": "clip_vision_model", **VIT}}),
@@ -235,7 +230,6 @@ def picture(height: int, width: int) -> Pixels:
 
 # What a processor's file holds, for towers of 32 pixels a side in patches of 8 (20 in patches of 5, 28 of 7).
 # Without resample, mean and the rest, which are the class's own: Lanczos, bilinear, bicubic.
-SIDE = {"height": 32, "width": 32}
 PINPOINTS = {"image_grid_pinpoints": [[32, 64], [64, 32], [64, 64]], "crop_size": SIDE}
 PAN = {
     "pan_and_scan_min_crop_size": 16,
