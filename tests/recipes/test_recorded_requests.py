@@ -86,15 +86,13 @@ def engines(shared) -> Callable[[str], Pipelines]:
 
 
 @pytest.fixture(params=ENGINES)
-def pipelines(request, engines) -> Pipelines:
-    made: Pipelines = engines(request.param)
-    return made
+def pipelines(request, engines: Callable[[str], Pipelines]) -> Pipelines:
+    return engines(request.param)
 
 
 @pytest.fixture(params=TIMED)
-def timed(request, engines) -> Pipelines:
-    made: Pipelines = engines(request.param)
-    return made
+def timed(request, engines: Callable[[str], Pipelines]) -> Pipelines:
+    return engines(request.param)
 
 
 def source(case: dict[str, Any], tensors: dict[str, torch.Tensor], index: int) -> Pixels | MediaItem:
