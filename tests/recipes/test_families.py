@@ -18,6 +18,7 @@ from tests.cli.lines import vlexport
 from tests.golden_data import FOLDER
 from tests.mutation.trials import TRIALS
 from tests.reference.test_decoders import text_model_of
+from tests.slice_mixes import relative_l2
 from tests.tiny_qwen2_5_vl import flat
 from vlexport.backends import capability_of, find_backend
 from vlexport.checkpoint import Checkpoint
@@ -72,10 +73,6 @@ def checkpoints(tmp_path_factory) -> Callable[[str], Checkpoint]:
     return named
 
 
-def relative(rows: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((rows - wanted).norm() / wanted.norm())
-
-
 @pytest.mark.parametrize("name", list(map(case, CHECKPOINTS)))
 def test_a_config_survives_its_json(checkpoints, name):
     recipe = recipe_for(checkpoints(name))
@@ -101,7 +98,7 @@ def test_items_together_and_apart_have_the_rows_of_the_reference_in_every_layout
                 together = tower(recipe.prepare(config, items, layout))
                 apart = [tower(recipe.prepare(config, [item], layout)) for item in items]
             for output, rows in wanted.items():
-                assert relative(together[output], rows) < limit, (mix, layout)
+                assert relative_l2(together[output], rows) < limit, (mix, layout)
                 # Sums over other batch sizes.
                 alone = torch.cat([each[output] for each in apart])
                 torch.testing.assert_close(alone, together[output], rtol=0, atol=2e-5)
@@ -262,7 +259,7 @@ def test_bundles_encode_prune_and_answer_what_they_were_not_traced_with_like_the
     rate = 0.6 if videos else None
     whole, left = pipeline.encode(**given), pipeline.encode(**given, prune=rate)
     rows = torch.cat([item.embeds.float() for item in whole])
-    assert relative(rows, wanted) < recipe.limits[dtype].relative_l2
+    assert relative_l2(rows, wanted) < recipe.limits[dtype].relative_l2
     for before, after in zip(whole, left, strict=True):
         kept = torch.arange(len(before.embeds)) if after.kept is None else after.kept
         assert (len(kept) < len(before.embeds)) == (before.kind == "video")

@@ -22,6 +22,7 @@ from vlexport.recipes.demo.writing import write_checkpoint
 
 from tests.mutation.trials import TRIALS
 from tests.reference.processors import processor_module
+from tests.slice_mixes import relative_l2
 from vlexport._build.token_graphs import eager_graphs
 from vlexport.checkpoint import Checkpoint
 from vlexport.codec import encode
@@ -271,10 +272,6 @@ def test_pruning_keeps_what_the_class_keeps_and_the_prompt_shows_it_frame_by_fra
         assert list(ids.ids) == [token for part in text for token in theirs(part).input_ids]
 
 
-def relative(rows: Tensor, wanted: Tensor) -> float:
-    return float((rows - wanted).norm() / wanted.norm())
-
-
 def test_files_that_transformers_saved_give_the_features_of_the_saved_class(tmp_path: Path) -> None:
     vision: Any = config_json(Tiny(depth=1))["vision_config"]
     text = {"model_type": "nemotron_h", "hidden_size": 64, "layers_block_type": ["mlp"], "vocab_size": 8,
@@ -298,8 +295,8 @@ def test_files_that_transformers_saved_give_the_features_of_the_saved_class(tmp_
         grids = torch.tensor([[4, 6]])
         wanted = model.get_image_features(image.patches[:, :768], grids).pooler_output[0]
         found = RECIPE.tower(checkpoint, "float32")(RECIPE.prepare(config, [image], "grouped"))["embeds"]
-    assert relative(found, wanted) < LIMIT
-    assert relative(RECIPE.reference(checkpoint).run([image])["embeds"], wanted) < LIMIT
+    assert relative_l2(found, wanted) < LIMIT
+    assert relative_l2(RECIPE.reference(checkpoint).run([image])["embeds"], wanted) < LIMIT
 
 
 def test_numbers_that_released_files_leave_out_are_those_of_the_class(tiny, tmp_path):
@@ -351,7 +348,7 @@ def test_settings_of_tiles_are_read_from_the_files_of_a_release(tiled: Checkpoin
     (image,) = random_items(RECIPE, config, [("image", (2, 4, 4))], seed=0)
     with torch.inference_mode():
         found = RECIPE.tower(checkpoint, "float32")(RECIPE.prepare(config, [image], "grouped"))["embeds"]
-    assert relative(found, RECIPE.reference(checkpoint).run([image])["embeds"]) < LIMIT
+    assert relative_l2(found, RECIPE.reference(checkpoint).run([image])["embeds"]) < LIMIT
 
 
 def changed(
