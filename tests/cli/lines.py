@@ -77,9 +77,9 @@ def change_manifest(bundle: Path, *, trusted: bool = True, **changes: object) ->
     before = Manifest.parse(file.read_bytes())
     values = {}
     for name, value in changes.items():
-        field: Any = getattr(before, name)
-        is_part = isinstance(value, dict) and is_dataclass(field)
-        values[name] = replace(field, **value) if is_part else value
+        field = getattr(before, name)
+        has_parts = is_dataclass(field)
+        values[name] = replace(field, **value) if has_parts and isinstance(value, dict) else value
     changed = replace(before, **values)  # type: ignore[arg-type]
     file.write_bytes(changed.encoded())
     if trusted:
