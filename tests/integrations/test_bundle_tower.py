@@ -16,8 +16,7 @@ from vlexport.recipes.demo import kimi_vl, minicpmv
 from vlexport.recipes.demo.writing import write_checkpoint
 
 from tests.runtime.recorded import CHECKPOINT
-from vlexport._build.build import build_checkpoint
-from vlexport._build.request import request
+from vlexport import build
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import InputError, LimitError, MisfitError, UnsupportedError, VlexportError
 from vlexport.integrations import vllm as plugin
@@ -37,8 +36,7 @@ from vlexport.vision.slices import slice_sizes
 @pytest.fixture(scope="module")
 def bundle(shared: Path) -> Path:
     """The eager bundle of the recorded checkpoint; tests of the runtime share it."""
-    spec = request(Checkpoint.open(CHECKPOINT), backend="eager", output_dir=shared / "engines")
-    return build_checkpoint(spec).require_passed().path
+    return build(CHECKPOINT, "eager", output_dir=shared / "engines").path
 
 
 @pytest.fixture(scope="module")
@@ -397,8 +395,7 @@ class Releases(Release):
 @pytest.mark.slow
 def test_slices_in_strips_give_the_rows_of_their_image(vllm, monkeypatch, shared: Path) -> None:
     checkpoint = write_checkpoint(shared / "sliced", minicpmv.contents())
-    asked = request(Checkpoint.open(checkpoint), backend="eager", output_dir=shared / "engines")
-    sliced = EngineSession.open(build_checkpoint(asked).require_passed().path)
+    sliced = EngineSession.open(build(checkpoint, "eager", output_dir=shared / "engines").path)
     monkeypatch.setitem(
         sys.modules, "vllm.model_executor.models.minicpmv", SimpleNamespace(MiniCPMV=Releases)
     )
@@ -457,8 +454,7 @@ class Split(nn.Module):
 @pytest.mark.slow
 def test_images_by_rows_and_columns_give_the_rows_of_their_image(vllm, monkeypatch, shared: Path) -> None:
     checkpoint = write_checkpoint(shared / "split", kimi_vl.contents())
-    asked = request(Checkpoint.open(checkpoint), backend="eager", output_dir=shared / "engines")
-    split = EngineSession.open(build_checkpoint(asked).require_passed().path)
+    split = EngineSession.open(build(checkpoint, "eager", output_dir=shared / "engines").path)
     named = SimpleNamespace(KimiVLForConditionalGeneration=Split)
     monkeypatch.setitem(sys.modules, "vllm.model_executor.models.kimi_vl", named)
     models._model.cache_clear()

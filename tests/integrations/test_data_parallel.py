@@ -16,9 +16,7 @@ from torch.multiprocessing.spawn import spawn
 
 from tests.golden_data import counted
 from tests.runtime.recorded import CHECKPOINT
-from vlexport._build.build import build_checkpoint
-from vlexport._build.request import request
-from vlexport.checkpoint import Checkpoint
+from vlexport import build
 from vlexport.errors import InputError, LimitError, VlexportError
 from vlexport.integrations.vllm import sharding
 from vlexport.integrations.vllm.data_parallel import run_sharded
@@ -92,8 +90,7 @@ def work(rank: int, folder: Path, bundle: Path) -> None:
 def test_every_rank_has_the_rows_of_one_process_and_an_error_of_one_is_an_error_of_all(
     shared: Path, tmp_path: Path
 ) -> None:
-    spec = request(Checkpoint.open(CHECKPOINT), backend="eager", output_dir=shared / "engines")
-    bundle = build_checkpoint(spec).require_passed().path
+    bundle = build(CHECKPOINT, "eager", output_dir=shared / "engines").path
     spawn(work, (tmp_path, bundle), nprocs=2)
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     alone = EngineSession.open(bundle)

@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.runtime.recorded import CHECKPOINT
-from vlexport._build.build import build_checkpoint
-from vlexport._build.request import request
-from vlexport.checkpoint import Checkpoint
+from vlexport import build
 from vlexport.runtime.decoder import Language, language_of
 from vlexport.runtime.generate import RuntimeOptions
 from vlexport.runtime.pipeline import Pipeline, load
@@ -26,8 +24,7 @@ def bundles(shared: Path) -> Callable[[str], Path]:
 
     def bundle(backend: str) -> Path:
         if backend not in built:
-            spec = request(Checkpoint.open(CHECKPOINT), backend=backend, output_dir=into)
-            built[backend] = build_checkpoint(spec).require_passed().path
+            built[backend] = build(CHECKPOINT, backend, output_dir=into).path
         return built[backend]
 
     return bundle

@@ -15,8 +15,8 @@ from tests.cli.lines import vlexport
 from tests.runtime import made
 from tests.runtime.recorded import CHECKPOINT, recorded
 from tests.runtime.test_recorded_answers import compare
-from vlexport._build.build import build_checkpoint, store_verdict
-from vlexport._build.request import request
+from vlexport import build
+from vlexport._build.build import store_verdict
 from vlexport.bundle import Bundle
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import BundleError, InputError
@@ -40,9 +40,7 @@ PIXELS = Pixels(kind="image", frames=torch.from_numpy(IMAGE)[None])
 
 @pytest.fixture(scope="module")
 def bundle(shared: Path) -> Bundle:
-    checkpoint, into = Checkpoint.open(CHECKPOINT), shared / "engines"
-    spec = request(checkpoint, backend="eager", input_dtype="uint8", output_dir=into)
-    return build_checkpoint(spec).require_passed()
+    return build(CHECKPOINT, "eager", input_dtype="uint8", output_dir=shared / "engines")
 
 
 @pytest.fixture(scope="module")
@@ -129,8 +127,7 @@ def test_settings_and_inputs_that_contradict_each_other_are_refused(bundle: Bund
 
 @pytest.mark.slow
 def test_a_bfloat16_bundle_encodes_prunes_and_answers(bundles, language, tmp_path):
-    spec = request(Checkpoint.open(CHECKPOINT), backend="eager", dtype="bfloat16", output_dir=tmp_path)
-    path = build_checkpoint(spec).require_passed().path
+    bundle = build(CHECKPOINT, "eager", dtype="bfloat16", output_dir=tmp_path)
     question = Request(
         raw_prompt=made.prompt(made.IMAGE, made.VIDEO, "what?"),
         images=[made.image(0)],
@@ -139,13 +136,13 @@ def test_a_bfloat16_bundle_encodes_prunes_and_answers(bundles, language, tmp_pat
     )
     with load(bundles("eager")) as exact:
         (wanted,) = exact.encode(images=[made.image(0)])
-    with load(path, checkpoint=language) as pipeline:
+    with load(bundle, checkpoint=language) as pipeline:
         (found,) = pipeline.encode(images=[made.image(0)])
         (kept,) = pipeline.encode(videos=[made.video(1)], prune=0.5)
         answer = pipeline.generate(question)
     gap = (found.embeds.float() - wanted.embeds).norm() / wanted.embeds.norm()
     assert found.embeds.dtype == torch.bfloat16
-    assert 0 < float(gap) < spec.recipe.limits["bfloat16"].relative_l2
+    assert 0 < float(gap) < pipeline.recipe.limits["bfloat16"].relative_l2
     assert kept.mask is not None
     assert len(kept.embeds) == int(kept.mask.sum()) < len(kept.mask)
     assert 1 <= len(answer.token_ids) <= 2

@@ -25,14 +25,13 @@ from tests.devices import stand_in
 from tests.recipes.test_recorded_requests import TRUTHS
 from tests.recipes.test_recorded_requests import recorded as written
 from tests.runtime.recorded import CHECKPOINT, recorded
+from vlexport import build
 from vlexport._build import token_graphs
-from vlexport._build.build import build_checkpoint
 from vlexport._build.key import build_key
 from vlexport._build.parts import Part
 from vlexport._build.request import request as spec_of
 from vlexport._build.token_graphs import TokenGraphs, eager_graphs, open_graphs, planned_graphs, write_graphs
 from vlexport.backends import Folder, backend_names, find_backend
-from vlexport.checkpoint import Checkpoint
 from vlexport.parity.graphs import NUM_PROMPTS, graph_rows
 from vlexport.positions.plan import write_kept_positions
 from vlexport.positions.rules import PositionOptions
@@ -103,9 +102,9 @@ def built(backend: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> TokenG
 @pytest.fixture(scope="module")
 def spelled(shared: Path) -> Iterator[Pipeline]:
     """A family that writes out time, with its decoder."""
-    checkpoint = Checkpoint.open(ROOT / "tests/golden/e2e_qwen3_vl/checkpoint")
-    spec = spec_of(checkpoint, backend="eager", output_dir=shared / "engines")
-    with load(build_checkpoint(spec).require_passed().path, checkpoint=checkpoint) as pipeline:
+    checkpoint = ROOT / "tests/golden/e2e_qwen3_vl/checkpoint"
+    bundle = build(checkpoint, "eager", output_dir=shared / "engines")
+    with load(bundle, checkpoint=checkpoint) as pipeline:
         yield pipeline
 
 

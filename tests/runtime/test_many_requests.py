@@ -250,7 +250,7 @@ def walked(answer: Answer, pipeline: Pipeline, *, pruned: bool) -> list[tuple[in
 
 @pytest.mark.slow
 def test_counts_frames_and_positions_of_every_combination(
-    fresh: Callable[..., Pipeline], record_property: Callable[[str, object], None]
+    fresh: Callable[..., Pipeline], record_property: Note
 ) -> None:
     pipeline, count = fresh(), 0
     for order, frames, form in product(ORDERS, FRAMES, FORMS):
@@ -294,7 +294,7 @@ def test_an_engine_opened_while_its_files_are_swapped_is_the_right_one_or_none(
     bundles: Callable[[str], Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    record_property: Callable[[str, object], None],
+    record_property: Note,
 ) -> None:
     count = cases(KIND) // 2
     # Engines of 16 MiB are mapped; this one is smaller.

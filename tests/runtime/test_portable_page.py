@@ -17,10 +17,8 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from tests.golden_data import FOLDER
-from vlexport._build.build import build_checkpoint
-from vlexport._build.request import request as build_request
+from vlexport import build
 from vlexport.bundle import Bundle
-from vlexport.checkpoint import Checkpoint
 from vlexport.parity.samples import random_items
 from vlexport.positions.mrope import initial_positions, pruned_positions
 from vlexport.positions.rules import PlacedMedia, PositionRule
@@ -141,10 +139,7 @@ def test_the_program_for_written_time_gives_recorded_positions(
     recorded = FOLDER / "e2e_qwen3_vl"
     (case,) = (case for case in json.loads((recorded / "cases.json").read_text()) if case["name"] == name)
     tensors = load_file(recorded / case["file"])
-    spec = build_request(
-        Checkpoint.open(recorded / "checkpoint"), backend="onnxruntime", output_dir=shared / "engines"
-    )
-    bundle = build_checkpoint(spec).require_passed()
+    bundle = build(recorded / "checkpoint", "onnxruntime", output_dir=shared / "engines")
     kinds = [about["kind"] for about in case["media"]]
     fields = [f"media{at}.pixel_values{'_videos' * (kind == 'video')}" for at, kind in enumerate(kinds)]
     # Columns of the prompt where the tokens of a frame begin, or would: behind their vision start.

@@ -13,7 +13,7 @@ import torch
 from tests.golden_data import FOLDER
 from tests.runtime.made import IMAGE, VIDEO, image, prompt, video
 from tests.runtime.recorded import CHECKPOINT
-from vlexport._build.build import build_checkpoint
+from vlexport import build
 from vlexport._build.request import request as spec_of
 from vlexport._build.token_graphs import open_graphs, planned_graphs, write_graphs
 from vlexport.backends import Folder
@@ -85,10 +85,10 @@ def test_an_answer_is_that_of_transformers_on_the_kept_rows(family, shared):
     from transformers import AutoModelForImageTextToText
 
     checkpoint = Checkpoint.open(FOLDER / E2E[family] / "checkpoint")
-    bundle = build_checkpoint(spec_of(checkpoint, backend="eager", output_dir=shared / "engines"))
+    bundle = build(checkpoint, "eager", output_dir=shared / "engines")
     text, clip = "static:0.5", still(14)
     request = Request(raw_prompt=prompt(VIDEO, "What?"), videos=[clip], prune_before=text)
-    with load(bundle.require_passed(), checkpoint=checkpoint) as pipeline:
+    with load(bundle, checkpoint=checkpoint) as pipeline:
         answer = pipeline.generate(replace(request, generation=Generation(max_new_tokens=1)))
         whole = torch.tensor(pipeline.generate(replace(request, prune_before=None)).prompt_token_ids)
         encoded: Any = pipeline.encode(videos=[clip], prune_before=text)[0]
@@ -371,10 +371,7 @@ def test_options_that_do_not_go_together_are_refused(opened, words):
 
 @pytest.mark.seconds
 def test_rules_that_a_bundle_has_packages_of_run_compiled_and_choose_the_same(tmp_path, fresh: Fresh):
-    spec = spec_of(
-        Checkpoint.open(CHECKPOINT), backend="eager", selector="evs,predicted,static", output_dir=tmp_path
-    )
-    bundle = build_checkpoint(spec).require_passed()
+    bundle = build(CHECKPOINT, "eager", selector="evs,predicted,static", output_dir=tmp_path)
     assert bundle.manifest.graphs.cells == ("predicted", "static")
     assert "--selector evs,predicted,static" in bundle.rebuild_command()
     plain = fresh()

@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.runtime.made import image, video
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
-from vlexport._build.build import build_checkpoint
-from vlexport._build.request import request
+from vlexport import build
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import InputError
 from vlexport.recipe import find_recipe
@@ -49,8 +48,8 @@ def checkpoint(release: str, tmp_path_factory: pytest.TempPathFactory) -> Checkp
 
 @pytest.fixture(scope="module")
 def sliced(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory):
-    spec = request(checkpoint, backend="eager", output_dir=tmp_path_factory.mktemp("engines"))
-    with load(build_checkpoint(spec).require_passed().path, checkpoint=checkpoint) as pipeline:
+    bundle = build(checkpoint, "eager", output_dir=tmp_path_factory.mktemp("engines"))
+    with load(bundle, checkpoint=checkpoint) as pipeline:
         yield pipeline
 
 

@@ -22,10 +22,8 @@ from vlexport.recipes.demo.writing import write_checkpoint
 from tests.recipes.test_recorded_requests import FOLDERS, FROM_PATCHES, TRUTHS, recorded
 from tests.runtime.made import image, video
 from tests.thirty import cases
-from vlexport._build.build import build_checkpoint
-from vlexport._build.request import request as build_request
+from vlexport import build
 from vlexport.backends import Options
-from vlexport.checkpoint import Checkpoint
 from vlexport.errors import InputError, LimitError, MediaError, UnsupportedError, VlexportError
 from vlexport.evaluate.evaluator import force
 from vlexport.runtime.generate import RuntimeOptions, prefill
@@ -56,13 +54,12 @@ def pipelines(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
         family, backend = name.split()
         if name not in made:
             if family in FOLDERS:
-                checkpoint = Checkpoint.open(FOLDERS[family] / "checkpoint")
+                checkpoint = FOLDERS[family] / "checkpoint"
             else:
                 contents = importlib.import_module(f"vlexport.recipes.demo.{family}").contents()
                 folder = tmp_path_factory.mktemp(family) / "tiny"
-                checkpoint = Checkpoint.open(write_checkpoint(folder, contents, seed=0))
-            spec = build_request(checkpoint, backend=backend, output_dir=shared / "engines")
-            bundle = build_checkpoint(spec).require_passed()
+                checkpoint = write_checkpoint(folder, contents, seed=0)
+            bundle = build(checkpoint, backend, output_dir=shared / "engines")
             made[name] = load(bundle, checkpoint=checkpoint, options=Options(threads=1))
         return made[name]
 

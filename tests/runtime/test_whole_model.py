@@ -16,9 +16,6 @@ import vlexport
 from benchmarks.classes import PIXELS
 from tests.cli.lines import vlexport as command
 from tests.recipes.whole_checkpoints import CLIPS, WHOLE, photographs, write_whole
-from vlexport._build.build import build_checkpoint
-from vlexport._build.request import request
-from vlexport.checkpoint import Checkpoint
 from vlexport.errors import InputError, LimitError, MisfitError, UnsupportedError
 from vlexport.runtime.request import Request
 
@@ -36,9 +33,7 @@ def built(model_type: str, folder, recipe: str = "generic"):
     source = folder / model_type
     if not source.exists():
         write_whole(model_type, source)
-    into = folder / "engines" / recipe
-    spec = request(Checkpoint.open(str(source)), recipe=recipe, backend="onnxruntime", output_dir=into)
-    return source, build_checkpoint(spec).require_passed()
+    return source, vlexport.build(source, recipe=recipe, output_dir=folder / "engines" / recipe)
 
 
 @pytest.fixture(scope="module")
