@@ -21,7 +21,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.backends.towers import BuiltTower, build_tower, errors, sharp_checkpoint
+from tests.backends.towers import (
+    RELATIVE_L2,
+    WORST_TOKEN,
+    BuiltTower,
+    build_tower,
+    errors,
+    sharp_checkpoint,
+)
 from tests.tiny_minicpmv import Tiny, write_tiny_minicpmv
 from vlexport.backends import Engine, Runner, find_backend
 from vlexport.errors import LimitError
@@ -306,12 +313,8 @@ class Family:
     calls: Calls
     reaches: Mapping[tuple[str, str], Reach]
 
-    @property
-    def config(self) -> Any:
-        return self.tower.recipe.read_config(self.tower.checkpoint)
-
     def inputs(self, items: list[MediaItem]) -> dict[str, Tensor]:
-        return self.tower.recipe.prepare(self.config, items, self.tower.form)
+        return self.tower.recipe.prepare(self.tower.config, items, self.tower.form)
 
     def border(self, profile: ShapeProfile, symbol: str, point: str) -> int:
         """The symbol's value on a border, or as near to it as calls come."""
@@ -359,12 +362,11 @@ def family(name: str, backend: str, folder: Path) -> Family:
         "packed": {"grouped": packed_runs, "padded": packed_calls},
         "sliced": {"grouped": sliced_runs, "padded": sliced_calls},
     }[name][tower.form]
-    config = tower.recipe.read_config(tower.checkpoint)
-    packing = tower.recipe.packing(config)
+    packing = tower.recipe.packing(tower.config)
     custom = {name: packing.profile(name, bounds) for name, bounds in CUSTOM.items()}
     return Family(
         tower=tower,
-        profiles={**tower.recipe.profiles(config), **custom},
+        profiles={**tower.recipe.profiles(tower.config), **custom},
         calls=calls(tower),
         reaches=REACHES if tower.form == "padded" else {},
     )
@@ -372,17 +374,16 @@ def family(name: str, backend: str, folder: Path) -> Family:
 
 def packed_items(tower: BuiltTower, grids: Sequence[Sequence[int]]) -> list[MediaItem]:
     """Grids in cells."""
-    config = tower.recipe.read_config(tower.checkpoint)
-    side = tower.recipe.merge(config)
+    side = tower.recipe.merge(tower.config)
     mix = [
         ("video" if frames > 1 else "image", (frames, rows * side, columns * side))
         for frames, rows, columns in grids
     ]
-    return list(random_items(tower.recipe, config, mix, seed=0))
+    return list(random_items(tower.recipe, tower.config, mix, seed=0))
 
 
 def packed_runs(tower: BuiltTower) -> Calls:
-    packing: Any = tower.recipe.packing(tower.recipe.read_config(tower.checkpoint))
+    packing: Any = tower.recipe.packing(tower.config)
     window = packing.window_side
 
     def tokens(value: int, profile: ShapeProfile) -> list[MediaItem]:
@@ -454,8 +455,7 @@ def sizes(rows: int, columns: int, window: int) -> set[int]:
 
 def sliced_items(tower: BuiltTower, grids: Sequence[tuple[int, int, int]]) -> list[MediaItem]:
     """Every slice a group of its own."""
-    config = tower.recipe.read_config(tower.checkpoint)
-    items = random_items(tower.recipe, config, [("image", grid) for grid in grids], seed=0)
+    items = random_items(tower.recipe, tower.config, [("image", grid) for grid in grids], seed=0)
     return [replace(item, frame_groups=()) for item in items]
 
 
@@ -498,8 +498,6 @@ def sliced_runs(tower: BuiltTower) -> Calls:
     }
 
 
-# parity.md 5, float32.
-RELATIVE_L2, WORST_TOKEN = 1e-5, 5e-5
 NAMES = ("any", *NAMED_BOUNDS, *CUSTOM)
 QUICK, FULL = "onnxruntime", ("eager", "inductor", "openvino")
 BACKENDS = [QUICK, *(pytest.param(name, marks=pytest.mark.full) for name in FULL)]
@@ -622,7 +620,7 @@ def test_as_many_images_of_as_many_pixels_as_were_requested_fit(families):
 
 
 def largest_call(made: Family, name: str, aspect: float) -> dict[Symbol, int]:
-    bounds, rule, most = {**NAMED_BOUNDS, **CUSTOM}[name], made.config.rule, []
+    bounds, rule, most = {**NAMED_BOUNDS, **CUSTOM}[name], made.tower.config.rule, []
     for count, resize, kind in (
         (bounds.max_images, rule.image, "image"),
         (bounds.max_frames, rule.video, "video"),
@@ -631,7 +629,7 @@ def largest_call(made: Family, name: str, aspect: float) -> dict[Symbol, int]:
         height = max(1, min(bounds.max_pixels // width, width * 200))
         sides = target_size(height, min(width, 200 * height), 8, resize.min_pixels, resize.max_pixels)
         grid = (1 if kind == "image" else -(-count // rule.temporal), *(side // rule.patch for side in sides))
-        items = [made.tower.recipe.item(made.config, kind, grid, no_pixels(made, grid))]
+        items = [made.tower.recipe.item(made.tower.config, kind, grid, no_pixels(made, grid))]
         most += items * (count if kind == "image" else min(count, 1))
     return bound_values(made, most)
 
@@ -642,13 +640,13 @@ def test_a_small_image_of_as_few_pixels_as_were_requested_fits(families):
         width = int((bounds.min_pixels * aspect) ** 0.5) + 1
         height = -(-bounds.min_pixels // width)
         sides = target_size(height, width, 8, 64, 2**15)
-        grid = (1, *(side // made.config.rule.patch for side in sides))
-        item = made.tower.recipe.item(made.config, "image", grid, no_pixels(made, grid))
+        grid = (1, *(side // made.tower.config.rule.patch for side in sides))
+        item = made.tower.recipe.item(made.tower.config, "image", grid, no_pixels(made, grid))
         check_within(made.profiles["no small ones"], bound_values(made, [item]))
 
 
 def no_pixels(made: Family, grid: tuple[int, ...]) -> torch.Tensor:
-    return torch.zeros(1, 1).expand(math.prod(grid), made.tower.recipe.row_width(made.config))
+    return torch.zeros(1, 1).expand(math.prod(grid), made.tower.recipe.row_width(made.tower.config))
 
 
 def bound_values(made: Family, items) -> dict[Symbol, int]:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch.nn.attention import varlen
 
 from benchmarks.towers import random_items
-from tests.backends.towers import errors, random_calls, sharp_checkpoint
+from tests.backends.towers import RELATIVE_L2, WORST_TOKEN, errors, random_calls, sharp_checkpoint
 from tests.devices import stand_in
 from tests.golden_data import FOLDER
 from vlexport._build.export import export
@@ -118,8 +118,8 @@ def test_the_form_equals_the_reference_on_random_mixes(graph: Graph, calls) -> N
     for items in random_calls(6, graph.recipe.row_width(graph.config), most_patches=800):
         given = graph.recipe.prepare(graph.config, items, FORM)
         relative, worst = errors(calls.function(given)["embeds"].detach(), reference.run(items)["embeds"])
-        assert relative < 1e-5
-        assert worst < 5e-5
+        assert relative < RELATIVE_L2
+        assert worst < WORST_TOKEN
 
 
 def bound_tables(grids, merge: int, side: int):

@@ -40,7 +40,7 @@ def built(folder: Path, backend: str, model: int) -> BuiltTower:
 
 
 def check_noise(tower: BuiltTower) -> None:
-    calls = random_calls(6, tower.recipe.row_width(tower.recipe.read_config(tower.checkpoint)), 800)
+    calls = random_calls(6, tower.recipe.row_width(tower.config), 800)
     theirs = tower.recipe.reference(tower.checkpoint)
     for items in calls:
         exact = tower.reference(items)
@@ -80,7 +80,7 @@ def test_positions_are_not_rounded(eager: BuiltTower) -> None:
             return func(*args, **(kwargs or {}))
 
     with Turns():
-        eager.tokens(random_calls(1, eager.recipe.row_width(eager.recipe.read_config(eager.checkpoint)))[0])
+        eager.tokens(random_calls(1, eager.recipe.row_width(eager.config))[0])
     assert turned == [torch.float32]
 
 
@@ -135,8 +135,7 @@ def test_openvino_gives_the_same_after_a_first_call_of_one_row(tmp_path: Path) -
     found = []
     for name, order in (("first", calls), ("alone", calls[1:])):
         tower = build_tower(checkpoint, "openvino", tmp_path / name, dtype="bfloat16")
-        config = tower.recipe.read_config(tower.checkpoint)
-        found.append([tower.tokens(random_items(tower.recipe, config, call, seed=0)) for call in order])
+        found.append([tower.tokens(random_items(tower.recipe, tower.config, call, seed=0)) for call in order])
     assert all(torch.equal(one, other) for one, other in zip(found[0][1:], found[1], strict=True))
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.backends.test_contract import SPEC, Recorder, call
-from tests.backends.towers import build_tower, sharp_checkpoint
+from tests.backends.towers import WIDTH, build_tower, sharp_checkpoint
 from tests.golden_towers import items_of
 from vlexport._build.export import export
 from vlexport.backends import Engine, EngineSpec, Folder, Options, find_backend
@@ -32,7 +32,7 @@ BACKENDS = [
     pytest.param("openvino", marks=pytest.mark.slow),
     "cudagraphs on the CPU",
 ]
-WIDTH, NUM_SIZES = 96, 24
+NUM_SIZES = 24
 Prepare = Callable[[list[MediaItem]], Mapping[str, Tensor]]
 
 
@@ -59,8 +59,7 @@ def opened(request, tmp_path_factory):
         if (reason := find_backend(request.param).missing()) is not None:
             pytest.skip(reason)
         tower = build_tower(checkpoint, request.param, folder / "engine", options=Options(threads=0))
-        engine, recipe, form = tower.engine, tower.recipe, tower.form
-        config = recipe.read_config(tower.checkpoint)
+        engine, recipe, config, form = tower.engine, tower.recipe, tower.config, tower.form
         prepare = lambda items: recipe.prepare(config, items, form)  # noqa: E731
     drawn = random.Random(2)
     calls = []

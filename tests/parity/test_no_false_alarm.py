@@ -5,24 +5,14 @@ from dataclasses import replace
 
 import pytest
 
+from tests.backends.towers import build_tower
 from tests.changed_recipes import with_mixes
 from tests.golden_towers import sharp_weights, write_recorded_tower
 from tests.mutation.judge import CAPS
 from tests.subjects import subject_of
 from tests.tiny_minicpmv import VERSIONS, write_tiny_minicpmv
 from tests.tiny_minicpmv import Tiny as MiniCPM
-from vlexport._build.export import export
-from vlexport.backends import (
-    Engine,
-    EngineSpec,
-    Folder,
-    Options,
-    backend_names,
-    find_backend,
-    inside_of,
-    runs_here,
-)
-from vlexport.checkpoint import Checkpoint
+from vlexport.backends import Folder, backend_names, find_backend, inside_of, runs_here
 from vlexport.parity.check import run_checks
 
 SHAPE_SETS = 40
@@ -82,15 +72,10 @@ def write_tower(tower, folder, seed):
 @pytest.mark.parametrize(("name", "dtype"), served_here())
 @pytest.mark.parametrize("tower", ["windows 0", "windows 1", *(f"slices {each}" for each in VERSIONS)])
 def test_right_engines_pass_on_forty_shape_sets(tower, name, dtype, seed, tmp_path):
-    backend = find_backend(name)
-    checkpoint = Checkpoint.open(write_tower(tower, tmp_path / "checkpoint", seed))
-    subject = subject_of(checkpoint, dtype, backend=backend)
-    graph = export(subject.recipe, checkpoint, form=backend.form, dtype=dtype)
-    out = tmp_path / "engine"
-    out.mkdir()
-    backend.build(graph, Options(threads=1), out)
-    spec = EngineSpec(inputs=graph.inputs, outputs=graph.outputs, profile=graph.profile)
-    inside = inside_of(backend, Folder(out))
-    with Engine(backend.open(Folder(out), spec, Options(threads=1)), spec) as engine:
+    checkpoint = write_tower(tower, tmp_path / "checkpoint", seed)
+    built, backend = build_tower(checkpoint, name, tmp_path / "engine", dtype=dtype), find_backend(name)
+    subject = subject_of(built.checkpoint, dtype, backend=backend)
+    inside = inside_of(backend, Folder(built.files))
+    with built.engine as engine:
         report = run_checks(engine, forty(subject), inside=inside, stop=False)
     assert report.status == "passed", report.table()
