@@ -42,25 +42,14 @@ def spec_of(**outputs):
 
 def session_of(*outputs):
     """A session that gives columns 0 to N of its input under each name, in this order."""
-    nodes, ends = [], []
-    for name, columns in outputs:
-        bounds = [
-            onnx.numpy_helper.from_array(np.array([at], np.int64), f"{name}{at}") for at in (0, columns)
-        ]
-        nodes += [
-            onnx.helper.make_node("Constant", [], [f"{name}.{each.name}"], value=each) for each in bounds
-        ]
-        axis = onnx.numpy_helper.from_array(np.array([1], np.int64), f"{name}.axis")
-        nodes.append(onnx.helper.make_node("Constant", [], [axis.name], value=axis))
-        words = ["patches", *(f"{name}.{each.name}" for each in bounds), axis.name]
-        nodes.append(onnx.helper.make_node("Slice", words, [name]))
-        ends.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["tokens", columns]))
-    begin = onnx.helper.make_tensor_value_info("patches", onnx.TensorProto.FLOAT, ["tokens", 10])
-    model = onnx.helper.make_model(
-        onnx.helper.make_graph(nodes, "slices", [begin], ends),
-        opset_imports=[onnx.helper.make_opsetid("", 17)],
-        ir_version=9,
-    )
+    ends = ", ".join(f"float[tokens, {columns}] {name}" for name, columns in outputs)
+    bounds = ", ".join(f"int64[1] {name}_end = {{{columns}}}" for name, columns in outputs)
+    nodes = "\n".join(f"{name} = Slice(patches, zero, {name}_end, one)" for name, _ in outputs)
+    model = onnx.parser.parse_model(f"""
+        <ir_version: 9, opset_import: ["": 17]>
+        slices (float[tokens, 10] patches) => ({ends})
+        <int64[1] zero = {{0}}, int64[1] one = {{1}}, {bounds}> {{ {nodes} }}
+    """)
     return real.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
 
 
@@ -176,18 +165,14 @@ class Doubling:
     """The files of an engine that doubles its input by a stored weight."""
 
     def read(self, name: str) -> bytes:
-        two = onnx.TensorProto(name="two", data_type=1, dims=[1], data_location=onnx.TensorProto.EXTERNAL)
-        place = {"location": onnxruntime.WEIGHTS, "offset": "0", "length": "4"}
-        for key, value in place.items():
-            two.external_data.add(key=key, value=value)
-        ends = [
-            onnx.helper.make_tensor_value_info(each, onnx.TensorProto.FLOAT, ["tokens", 10])
-            for each in ("patches", "embeds")
-        ]
-        node = onnx.helper.make_node("Mul", ["patches", "two"], ["embeds"])
-        graph = onnx.helper.make_graph([node], "double", ends[:1], ends[1:], [two])
-        made = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=9)
-        content: bytes = made.SerializeToString()
+        model = onnx.parser.parse_model(f"""
+            <ir_version: 9, opset_import: ["": 18]>
+            double (float[tokens, 10] patches) => (float[tokens, 10] embeds)
+            <float[1] two = ["location": "{onnxruntime.WEIGHTS}", "offset": "0", "length": "4"]> {{
+                embeds = Mul(patches, two)
+            }}
+        """)
+        content: bytes = model.SerializeToString()
         return content
 
     def map(self, name: str) -> memoryview:
