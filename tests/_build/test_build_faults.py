@@ -213,21 +213,26 @@ def in_namespace(program: str, folder: Path) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 
+def build_on_a_full_disk(words: str, room: str, folder: Path) -> None:
+    """Build where there is so much room: exit code 7, and nothing is left."""
+    program = f"""
+        mkdir disk && mount -t tmpfs -o size={room} none disk && cd disk || exit 9
+        "$1" build {words} --output-dir engines; echo "code $?"; ls -A engines
+    """
+    ran = in_namespace(program, folder)
+    code, *entries = ran.stdout.splitlines()
+    assert code == "code 7", ran.stderr
+    assert [entry for entry in entries if not entry.startswith(".lock-")] == []
+    assert "vlexport: [resource] engines: the disk is full" in ran.stderr
+
+
 # Rooms that are full while the engine is written, and while the manifest is.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "room"), [("eager", "600k"), ("eager", "2560k"), ("onnxruntime", "300k")]
 )
 def test_a_full_file_system_is_exit_code_7_and_leaves_nothing(checkpoint, tmp_path, backend, room):
-    program = f"""
-        mkdir disk && mount -t tmpfs -o size={room} none disk && cd disk || exit 9
-        "$1" build {checkpoint} --backend {backend} --output-dir engines; echo "code $?"; ls -A engines
-    """
-    ran = in_namespace(program, tmp_path)
-    code, *entries = ran.stdout.splitlines()
-    assert code == "code 7", ran.stderr
-    assert [entry for entry in entries if not entry.startswith(".lock-")] == []
-    assert "vlexport: [resource] engines: the disk is full" in ran.stderr
+    build_on_a_full_disk(f"{checkpoint} --backend {backend}", room, tmp_path)
 
 
 @pytest.mark.slow

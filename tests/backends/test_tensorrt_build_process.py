@@ -12,7 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from tests._build.test_build_faults import builds, in_namespace, leftovers, visible
+from tests._build.test_build_faults import (
+    build_on_a_full_disk,
+    builds,
+    caught_interrupts,
+    leftovers,
+    visible,
+)
 from tests.backends.test_tensorrt_network import ragged_job
 from tests.fire import Fire, Stove, stove
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
@@ -22,6 +28,8 @@ from vlexport.backends._tensorrt.messages import Job, Record
 from vlexport.backends.tensorrt_rtx import BACKEND as RTX
 from vlexport.bundle import Bundle
 from vlexport.errors import RequestError, ResourceError, UnsupportedError, VlexportError
+
+__all__ = ["caught_interrupts"]
 
 REAL = pytest.mark.skipif(RTX.missing() is not None, reason=str(RTX.missing()))
 CRASH = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
@@ -212,14 +220,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def caught_interrupts() -> Iterator[None]:
-    """Shells start background jobs with Ctrl-C ignored, and children inherit that; here it is caught."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.fixture(scope="module")
 def warm(caught_interrupts, checkpoint, tmp_path_factory):
     into, logs = tmp_path_factory.mktemp("warm"), tmp_path_factory.mktemp("logs")
     with stove([checkpoint, *OPTIONS, "float32", "--output-dir", into], logs) as found:
@@ -285,12 +285,4 @@ def test_a_limit_on_file_sizes_is_exit_code_7_and_leaves_nothing(warm: Stove, wo
 @REAL
 @pytest.mark.parametrize("room", ["100k", "800k", "3m"])
 def test_a_full_disk_is_exit_code_7_and_leaves_nothing(checkpoint: Path, tmp_path: Path, room: str):
-    program = f"""
-        mkdir disk && mount -t tmpfs -o size={room} none disk && cd disk || exit 9
-        "$1" build {checkpoint} {" ".join(OPTIONS)} bfloat16 -o engines; echo "code $?"; ls -A engines
-    """
-    ran = in_namespace(program, tmp_path)
-    code, *entries = ran.stdout.splitlines()
-    assert code == "code 7", ran.stderr
-    assert [entry for entry in entries if not entry.startswith(".lock-")] == []
-    assert "vlexport: [resource] engines: the disk is full" in ran.stderr
+    build_on_a_full_disk(f"{checkpoint} {' '.join(OPTIONS)} bfloat16", room, tmp_path)
