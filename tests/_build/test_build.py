@@ -151,6 +151,22 @@ def another_key(kept):
     Trust.of().record(other.digest(), "built")
 
 
+class BeganError(Exception):
+    """A build got as far as the export; the rest of it takes seconds."""
+
+
+def began(*_):
+    raise BeganError
+
+
+def check_begins(spec, monkeypatch):
+    """Require that a build begins with its export, and removes what was kept."""
+    monkeypatch.setattr("vlexport._build.export.trace", began)
+    with pytest.raises(BeganError):
+        building.build_checkpoint(spec)
+    assert list(spec.output_dir.glob(".staging-*")) == []
+
+
 SPOILT = {
     "a byte": lambda kept: next(kept.glob("*.pt2")).write_bytes(b"x"),
     "a file more": lambda kept: (kept / "more").write_bytes(b""),
@@ -173,14 +189,7 @@ def test_what_an_interrupted_build_kept_is_not_used_if_anything_about_it_is_wron
 ):
     fresh = replace(spec, output_dir=tmp_path / "fresh")
     spoil(interrupted(fresh))
-
-    def trace(*_):
-        raise BeganError
-
-    monkeypatch.setattr("vlexport._build.export.trace", trace)
-    with pytest.raises(BeganError):
-        building.build_checkpoint(fresh)
-    assert list(fresh.output_dir.glob(".staging-*")) == []
+    check_begins(fresh, monkeypatch)
 
 
 @pytest.fixture
@@ -241,28 +250,14 @@ def test_a_kept_graph_is_not_read_if_anything_about_it_is_wrong(heavy, spoil, mo
     def read(*_):
         raise AssertionError("The graph was read.")
 
-    def trace(*_):
-        raise BeganError
-
     monkeypatch.setattr("vlexport._build.export.with_weights", read)
-    monkeypatch.setattr("vlexport._build.export.trace", trace)
-    with pytest.raises(BeganError):
-        building.build_checkpoint(heavy)
-    assert list(heavy.output_dir.glob(".staging-*")) == []
-
-
-class BeganError(Exception):
-    """A build got as far as the export; the rest of it takes seconds."""
+    check_begins(heavy, monkeypatch)
 
 
 @pytest.fixture
 def begins(spec, monkeypatch):
     """Whether a build exports anything, rather than hand out what is there."""
-
-    def trace(*_):
-        raise BeganError
-
-    monkeypatch.setattr("vlexport._build.export.trace", trace)
+    monkeypatch.setattr("vlexport._build.export.trace", began)
 
     def begun():
         try:
