@@ -133,17 +133,11 @@ def test_doctor_names_each_missing_library(tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_eager_builds_without_the_other_backends_libraries(tmp_path) -> None:
-    checkpoint = write_tiny_qwen2_5_vl(tmp_path / "tiny", depth=1, with_decoder=False)
-    words = ("build", str(checkpoint), "--backend", "eager", "--output-dir", str(tmp_path / "engines"))
-    done = run(command(*words), XDG_DATA_HOME=str(tmp_path / "data"))
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.slow
-def test_a_build_without_a_folder_for_approvals_prints_how_to_name_one(tmp_path) -> None:
-    checkpoint = write_tiny_qwen2_5_vl(tmp_path / "tiny", depth=1, with_decoder=False)
-    words = ("build", str(checkpoint), "--backend", "eager", "--output-dir", str(tmp_path / "engines"))
-    done = run(command(*words), XDG_DATA_HOME="")
-    assert done.returncode == 2, done.stderr
-    assert "set XDG_DATA_HOME" in done.stderr
+@pytest.mark.parametrize(("place", "code", "words"), [("data", 0, ""), ("", 2, "set XDG_DATA_HOME")])
+def test_eager_builds_without_the_others_libraries_where_a_folder_for_approvals_is_named(
+    checkpoint, tmp_path, place, code, words
+) -> None:
+    build = command("build", str(checkpoint), "--backend", "eager", "--output-dir", str(tmp_path / "engines"))
+    done = run(build, XDG_DATA_HOME=place and str(tmp_path / place))
+    assert done.returncode == code, done.stderr
+    assert words in done.stderr
