@@ -109,9 +109,7 @@ def spelled(shared: Path) -> Iterator[Pipeline]:
 
 
 @pytest.fixture
-def families(
-    fresh: Callable[..., Pipeline], spelled: Pipeline
-) -> dict[str, tuple[Pipeline, Request, Request]]:
+def families(fresh: Callable[..., Pipeline], spelled: Pipeline) -> Families:
     """Pipelines with a whole request and one that is pruned."""
     case = {each["name"]: each for each in TRUTHS["qwen3_vl"]}
     return {
@@ -141,10 +139,7 @@ def on(item: Encoded, device: str) -> Encoded:
 
 
 def rows_of(
-    families: dict[str, tuple[Pipeline, Request, Request]],
-    packages: Packages,
-    graphs: TokenGraphs,
-    device: str,
+    families: Families, packages: Packages, graphs: TokenGraphs, device: str
 ) -> Iterator[tuple[str, ...]]:
     """Yield the forms of both kinds of requests of both families; where one is compiled, it was called."""
     for family, (pipeline, whole, pruned) in families.items():
@@ -235,12 +230,18 @@ def steps(opened, language) -> AnswerGenerator:
     return AnswerGenerator(opened.encoder, opened.pruner, on_meta, RuntimeOptions())
 
 
+def prefilled(steps: AnswerGenerator, name: str) -> RequestState:
+    """Take a recorded request through the stages behind the tower, on the meta device."""
+    (state,) = steps.encode([steps.preprocess(recorded(name).request)])
+    assert isinstance(state, RequestState)
+    state.encoded = tuple(on(each, "meta") for each in state.encoded)
+    steps.prefill(steps.embed(steps.prune(state)))
+    return state
+
+
 def test_stages_after_the_tower_read_nothing_back(steps: AnswerGenerator) -> None:
     for name in ("evs_q50_tall_fps1", "evs_image_then_video", "evs_chunked_q50", "two_images"):
-        (state,) = steps.encode([steps.preprocess(recorded(name).request)])
-        assert isinstance(state, RequestState)
-        state.encoded = tuple(replace(each, embeds=each.embeds.to("meta")) for each in state.encoded)
-        steps.prefill(steps.embed(steps.prune(state)))
+        state = prefilled(steps, name)
         assert (state.embeds.is_meta, state.logits.is_meta) == (True, True), name
         assert len(state.embeds) == len(recorded(name).case["prompt_token_ids"]), name
 
@@ -267,10 +268,7 @@ def test_compiled_graphs_stand_between_tower_and_prefill_without_a_wait(steps: A
     embedder = steps.embedder
     steps.pruner.graphs, steps.embedder = graphs, replace(embedder, graphs=graphs)
     try:
-        (state,) = steps.encode([steps.preprocess(recorded("evs_image_then_video").request)])
-        assert isinstance(state, RequestState)
-        state.encoded = tuple(replace(each, embeds=each.embeds.to("meta")) for each in state.encoded)
-        steps.prefill(steps.embed(steps.prune(state)))
+        state = prefilled(steps, "evs_image_then_video")
     finally:
         steps.pruner.graphs, steps.embedder = plain, embedder
     assert calls == ["prune", "kept"]

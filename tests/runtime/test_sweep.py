@@ -271,19 +271,16 @@ def moving(clip, rate=None):
     return Request(prompt="what moves?", videos=[clip], fps=2, prune=rate, generation=SIX)
 
 
+def swept(bundles, clip, rates, selectors):
+    """Sweep that question with the checkpoint's own decoder."""
+    asked = {"videos": clip, "prompt": "what moves?", "fps": 2, "max_new_tokens": 6}
+    return vlexport.sweep(bundles("eager"), checkpoint=CHECKPOINT, rates=rates, selectors=selectors, **asked)
+
+
 @pytest.mark.seconds
 def test_agreement_with_a_real_decoder_is_that_of_its_answers(bundles, language, opened, clip):
     rates = [0.3, 0.7]
-    found = vlexport.sweep(
-        bundles("eager"),
-        checkpoint=CHECKPOINT,
-        videos=clip,
-        prompt="what moves?",
-        fps=2,
-        rates=rates,
-        selectors=["evs"],
-        max_new_tokens=6,
-    )
+    found = swept(bundles, clip, rates, ["evs"])
     # Fed its own answer, the decoder chooses it again.
     first = found.rows[0].scores
     assert (first.top1.value, first.exact.value, first.kl.value) == (1.0, 1.0, 0.0)
@@ -306,16 +303,7 @@ PIXELS = ("static", "static-frames", "before:static", "before:delta", "before:st
 
 
 def test_settings_by_pixels_are_answered_as_requests_that_ask_for_them(bundles, language, opened, clip):
-    found = vlexport.sweep(
-        bundles("eager"),
-        checkpoint=CHECKPOINT,
-        videos=clip,
-        prompt="what moves?",
-        fps=2,
-        rates=[0.5],
-        selectors=["evs", *PIXELS, "predicted", "resolution"],
-        max_new_tokens=6,
-    )
+    found = swept(bundles, clip, [0.5], ["evs", *PIXELS, "predicted", "resolution"])
     pipeline = Pipeline(opened.bundle, opened.engine, opened.recipe, language)
     whole = pipeline.generate(moving(clip))
     kept, tokens = of(found, "evs", 0.5).kept, found.rows[0].tokens
