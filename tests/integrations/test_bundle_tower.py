@@ -152,7 +152,14 @@ def test_the_weights_of_the_tower_are_left_out_and_all_others_kept(tower: Engine
     assert 0 < len(kept) < len(names)
 
 
-class Stock(nn.Module):
+class Loading(nn.Module):
+    """A model of vLLM, which returns the names of the weights that it has loaded."""
+
+    def load_weights(self, weights) -> set[str]:
+        return {name for name, _ in weights}
+
+
+class Stock(Loading):
     """What the plugin derives a model from."""
 
     _processor_factory = SimpleNamespace(processor=object, info=None, dummy_inputs=None)
@@ -162,9 +169,6 @@ class Stock(nn.Module):
         self.visual = vllm_config.stock
         self.use_data_parallel = True
         self.prefix = prefix
-
-    def load_weights(self, weights) -> set[str]:
-        return {name for name, _ in weights}
 
 
 class Pruning(Stock):
@@ -369,7 +373,7 @@ def test_pruning_is_refused_with_options_that_would_move_positions_and_for_famil
     made(config(tower, bundle, prefixes=True, speculation=drafts)).visual.session.engine.close()
 
 
-class Release(nn.Module):
+class Release(Loading):
     """A model of vLLM whose images come as slices, of one release."""
 
     version, embed_dim = (2, 6), 256
@@ -381,9 +385,6 @@ class Release(nn.Module):
     def get_vision_hidden_states(self, data) -> Tensor:
         raise AssertionError("its own tower")
 
-    def load_weights(self, weights) -> set[str]:
-        return {name for name, _ in weights}
-
 
 class Releases(Release):
     """What is registered: it makes a model of another class."""
@@ -392,17 +393,23 @@ class Releases(Release):
         return Release(**given)
 
 
-@pytest.mark.slow
-def test_slices_in_strips_give_the_rows_of_their_image(vllm, monkeypatch, shared: Path) -> None:
-    checkpoint = write_checkpoint(shared / "sliced", minicpmv.contents())
-    sliced = EngineSession.open(build(checkpoint, "eager", output_dir=shared / "engines").path)
-    monkeypatch.setitem(
-        sys.modules, "vllm.model_executor.models.minicpmv", SimpleNamespace(MiniCPMV=Releases)
-    )
+def served(checkpoint: Path, monkeypatch, **named: type) -> tuple[SimpleNamespace, EngineSession]:
+    """Give vLLM a class by its name; return settings with a bundle of the checkpoint, and this, opened."""
+    session = EngineSession.open(build(checkpoint, "eager", output_dir=checkpoint.parent / "engines").path)
+    (architecture,) = named
+    module = f"vllm.model_executor.models.{plugin.architectures()[architecture]}"
+    monkeypatch.setitem(sys.modules, module, SimpleNamespace(**named))
     models._model.cache_clear()
     plugin.register()
-    settings = config(sliced, sliced.bundle.path)
+    settings = config(session, session.bundle.path)
     settings.model_config.model = str(checkpoint)
+    return settings, session
+
+
+@pytest.mark.slow
+def test_slices_in_strips_give_the_rows_of_their_image(vllm, monkeypatch, shared: Path) -> None:
+    path = write_checkpoint(shared / "sliced", minicpmv.contents())
+    settings, sliced = served(path, monkeypatch, MiniCPMV=Releases)
     model = made(settings, "MiniCPMV")
     assert isinstance(model, Release)
     weights = [(name, torch.ones(1)) for name in ("vpm.post_layernorm.weight", "resampler.proj", "llm.norm")]
@@ -430,10 +437,10 @@ def test_slices_in_strips_give_the_rows_of_their_image(vllm, monkeypatch, shared
         with pytest.raises(LimitError, match="1 frame of 1 x 300000 patches in one engine call"):
             made(settings, "MiniCPMV")
     # A square of 112 pixels in patches of 14, and what sides gain by rounding.
-    assert 64 <= models._longest_segment(sliced, Checkpoint.open(checkpoint)) <= 80
+    assert 64 <= models._longest_segment(sliced, Checkpoint.open(path)) <= 80
 
 
-class Split(nn.Module):
+class Split(Loading):
     """A model of vLLM whose tower takes images by rows and columns, with what it calls itself."""
 
     def __init__(self, *, vllm_config, prefix="") -> None:
@@ -447,21 +454,13 @@ class Split(nn.Module):
         found: Tensor = self.multi_modal_projector(torch.cat(rows))
         return list(found.split([len(each) for each in rows]))
 
-    def load_weights(self, weights) -> set[str]:
-        return {name for name, _ in weights}
-
 
 @pytest.mark.slow
 def test_images_by_rows_and_columns_give_the_rows_of_their_image(vllm, monkeypatch, shared: Path) -> None:
-    checkpoint = write_checkpoint(shared / "split", kimi_vl.contents())
-    split = EngineSession.open(build(checkpoint, "eager", output_dir=shared / "engines").path)
-    named = SimpleNamespace(KimiVLForConditionalGeneration=Split)
-    monkeypatch.setitem(sys.modules, "vllm.model_executor.models.kimi_vl", named)
-    models._model.cache_clear()
-    plugin.register()
-    settings = config(split, split.bundle.path)
-    settings.model_config.model = str(checkpoint)
-    model = made(settings, "KimiVLForConditionalGeneration")
+    architecture = "KimiVLForConditionalGeneration"
+    checkpoint = Checkpoint.open(write_checkpoint(shared / "split", kimi_vl.contents()))
+    settings, split = served(checkpoint.path, monkeypatch, **{architecture: Split})
+    model = made(settings, architecture)
     weights = [
         (name, torch.ones(1)) for name in ("vision_tower.a", "multi_modal_projector.b", "language_model.c")
     ]
@@ -477,8 +476,8 @@ def test_images_by_rows_and_columns_give_the_rows_of_their_image(vllm, monkeypat
     for rows, wanted in zip(found, split.run(items), strict=True):
         torch.testing.assert_close(rows, wanted.embeds, atol=1e-5, rtol=0)
     # 256 patches, or what an image of that many takes once it is filled up; a prompt has room for less.
-    most = models._longest_segment(split, Checkpoint.open(checkpoint))
+    most = models._longest_segment(split, checkpoint)
     assert 64 <= most < 256
     settings.model_config.max_model_len = 10
-    assert model.largest_items(settings.model_config, split, Checkpoint.open(checkpoint)) == [(1, 2, 20)]
+    assert model.largest_items(settings.model_config, split, checkpoint) == [(1, 2, 20)]
     model.vision_tower.session.engine.close()
