@@ -10,7 +10,7 @@ from vlexport.recipes.demo.writing import write_checkpoint
 
 from benchmarks.towers import THREE_BILLION
 from tests.cli.lines import vlexport
-from tests.parity.test_float16 import SPIKED, write_spikes
+from tests.parity.test_float16 import SPIKED, write_spiky
 from tests.tiny_qwen2_5_vl import write_tiny_qwen2_5_vl
 from vlexport._build.export import export
 from vlexport._build.graph import Graph
@@ -173,13 +173,7 @@ def test_an_engine_nobody_has_run_is_refused_on_its_device(built, monkeypatch):
 
 @pytest.fixture(scope="module")
 def spiky(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    path = write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("spiky") / "tiny", depth=DEPTH, with_decoder=False)
-    write_spikes(path)
-    return Checkpoint.open(str(path))
-
-
-def build_spiky(spiky: Checkpoint, into: Path, fp32_layers: dict[str, str] | None):
-    return building.build_checkpoint(spiky_spec(spiky, into, fp32_layers))
+    return write_spiky(tmp_path_factory.mktemp("spiky") / "tiny")
 
 
 def spiky_spec(spiky: Checkpoint, into: Path, fp32_layers: dict[str, str] | None):
@@ -196,7 +190,7 @@ def spiky_spec(spiky: Checkpoint, into: Path, fp32_layers: dict[str, str] | None
 
 @pytest.mark.slow
 def test_weights_that_overflow_float16_pass_the_gate_with_fp32_layers_that_are_named(spiky, tmp_path):
-    made = build_spiky(spiky, tmp_path, None)
+    made = building.build_checkpoint(spiky_spec(spiky, tmp_path, None))
     manifest = made.bundle.manifest
     record = Record.from_json((made.bundle.path / RECORD).read_text())
     assert dict(manifest.precision.fp32_layers) == SPIKED
@@ -211,7 +205,7 @@ def test_weights_that_overflow_float16_pass_the_gate_with_fp32_layers_that_are_n
 
 @pytest.mark.slow
 def test_naive_float16_of_the_same_weights_fails_the_gate(spiky, tmp_path):
-    made = build_spiky(spiky, tmp_path, {})
+    made = building.build_checkpoint(spiky_spec(spiky, tmp_path, {}))
     assert made.bundle.manifest.parity.status == "failed"
     with pytest.raises(ParityError, match="was not shown to agree with the reference"):
         made.require_passed()

@@ -30,15 +30,16 @@ RECIPE = find_recipe("qwen2_5_vl")
 SPIKED = {"blocks.0.mlp": "float32", "blocks.1": "float32", "blocks.1.mlp": "float32"}
 
 
-def write_spikes(checkpoint: Path) -> None:
+def write_spiky(folder: Path) -> Checkpoint:
     """Weights as released towers have them: a hidden channel and six residual channels beyond 65504."""
-    file = checkpoint / "model.safetensors"
+    file = write_tiny_qwen2_5_vl(folder, depth=2, with_decoder=False) / "model.safetensors"
     tensors = load_file(file)
     block = "visual.blocks.{}.mlp.{}.weight".format
     tensors[block(0, "up_proj")][5] *= 5e4
     tensors[block(0, "down_proj")][:, 5] *= 1e-4
     tensors[block(1, "down_proj")][[3, 7, 12, 20, 33, 47]] *= 4e4
     save_file(tensors, file, metadata={"format": "pt"})
+    return Checkpoint.open(folder)
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +50,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 @pytest.fixture(scope="module")
 def spiky(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    path = write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("spiky") / "tiny", depth=2, with_decoder=False)
-    write_spikes(path)
-    return Checkpoint.open(str(path))
+    return write_spiky(tmp_path_factory.mktemp("spiky") / "tiny")
 
 
 def overflow_row(checkpoint: Checkpoint, fp32_layers: dict[str, str]) -> Row:
