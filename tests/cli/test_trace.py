@@ -99,12 +99,13 @@ def test_a_run_is_recorded_stage_by_stage_with_the_engine_inside_the_tower(
     ]
     counts = Counter(name for name, _ in stages_of(main))
     assert (counts["engine"], counts["decode"]) == (1, 3)
-    # The answer's own stages are timed around those of the trace.
+    # The answer's own stages are timed around those of the trace, by another clock: torch makes seconds of
+    # the processor's ticks, 0.4 % too many beside other work (measured).
     taken: Counter[str] = Counter()
     for event, _ in main:
         taken[event["name"]] += event["dur"] / 1e6
     for stage in ("preprocess", "positions", "prefill", "decode"):
-        assert 0 < taken[stage] <= ran.document["stages"][stage] + 1e-4
+        assert 0 < taken[stage] <= 1.01 * ran.document["stages"][stage] + 1e-4
     (engine,) = (event for event, _ in main if event["name"] == "engine")
     products = [
         event
