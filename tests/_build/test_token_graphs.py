@@ -69,6 +69,16 @@ print(json.dumps({
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["program.pt2", "tokens.pt2"])
+def test_packages_name_no_folder_of_the_machine_that_made_them(bundles, name):
+    bundle = bundles("inductor")
+    with zipfile.ZipFile(bundle / name) as package:
+        content = b"".join(map(package.read, package.namelist()))
+    for place in (bundle.parent, Path(torch.__file__).parent, Path(tempfile.gettempdir())):
+        assert str(place).encode() not in content
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "onnxruntime", "openvino", "inductor"])
 def test_with_the_compiler_hidden_packages_give_the_recorded_tokens(bundles, backend):
     words = [sys.executable, "-c", ANSWERS, str(bundles(backend))]
@@ -337,7 +347,7 @@ def test_compilers_get_a_light_header_where_torch_takes_no_more_of_it(monkeypatc
     assert last == os.environ["CPATH"] == "/of/the/user"
 
 
-def test_without_levels_a_package_is_for_this_processor_alone(monkeypatch):
+def test_without_levels_a_package_is_for_this_processor_alone(monkeypatch, tmp_path):
     """torch 2.11 has no setting for them, and compiles for the processor at hand."""
     monkeypatch.setattr(aoti, "LEVELS_SINCE", Version("99"))
     here = aoti.target_here()
@@ -347,8 +357,13 @@ def test_without_levels_a_package_is_for_this_processor_alone(monkeypatch):
     assert misfit is not None
     assert misfit.fields == ("instruction set",)
     found = {}
-    monkeypatch.setattr("torch._inductor.aoti_compile_and_package", lambda *_, **given: found.update(given))
-    aoti.write_package(None, Path("package"), {})  # type: ignore[arg-type]
+
+    def write(_, package_path, **options):
+        zipfile.ZipFile(package_path, "w").close()
+        found.update(options)
+
+    monkeypatch.setattr("torch._inductor.aoti_compile_and_package", write)
+    aoti.write_package(None, tmp_path / "package.pt2", {})  # type: ignore[arg-type]
     assert "cpp.march" not in found["inductor_configs"]
 
 

@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from packaging.version import Version
 
 from vlexport.errors import BundleError, InputError, MisfitError, ResourceError, UnsupportedError
-from vlexport.system import compile_caches, shortage, unpacked
+from vlexport.system import CACHES, compile_caches, shortage, unpacked
 from vlexport.target import Target, platform_here
 
 if TYPE_CHECKING:
@@ -72,6 +73,8 @@ _REGEX_USES = (
 _OPTIMISED = ("-O1", "-finline-small-functions", "-finline-functions")
 # Where kernels begin in the source that torch writes; what is before calls them.
 _KERNELS = "#include <torch/csrc/inductor/cpp_prefix.h>"
+# Flags of torch that its own compilation keeps.
+_NOT_OURS = ("O3", "Wall", "pedantic")
 # What a package has besides its program and the words about it.
 _SOURCES = (".cpp", ".o", ".ld", ".txt", "_flags.json")
 
@@ -139,7 +142,9 @@ def write_package(program: ExportedProgram, path: Path, settings: Settings) -> N
     if named is not None:
         # torch tries its widest instructions on a program of its own, five seconds; the level says the same.
         chosen |= {
-            "cpp.march": named,
+            # WORKAROUND(torch 2.13): it has no setting for other flags.
+            "cpp.march": shlex.join([named, *_without_places(path.parent)]),
+            "aot_inductor.enable_line_tables": False,
             "cpp.simdlen": 512 if named == "x86-64-v4" else 256,
             "cpp.vec_isa_ok": True,
         }
@@ -151,6 +156,9 @@ def write_package(program: ExportedProgram, path: Path, settings: Settings) -> N
             # torch's own use of its tree library.
             warnings.simplefilter("ignore", FutureWarning)
             aoti_compile_and_package(program, package_path=str(path), inductor_configs=chosen)
+        if "aot_inductor.package_cpp_only" not in settings:
+            with _without_sources(path):
+                pass
     except (CppCompileError, InductorError) as error:
         cause = getattr(error, "inner_exception", error)
         if not isinstance(cause, Exception):
@@ -160,6 +168,26 @@ def write_package(program: ExportedProgram, path: Path, settings: Settings) -> N
     finally:
         # WORKAROUND(torch 2.13): nodes of the last trace, whose module has the weights, stay in a table.
         getattr(proxy_tensor, "_FAKE_TENSOR_ID_TO_PROXY_MAP_FOR_EXPORT", {}).clear()
+
+
+@contextmanager
+def _without_sources(path: Path) -> Iterator[zipfile.ZipFile]:
+    """Give a package without its sources, which name folders of this machine, for what else belongs in it."""
+    smaller = path.with_suffix(".smaller")
+    with zipfile.ZipFile(path) as whole, zipfile.ZipFile(smaller, "w") as package:
+        for entry in whole.infolist():
+            if not entry.filename.endswith(_SOURCES):
+                package.writestr(entry, whole.read(entry))
+        yield package
+    smaller.replace(path)
+
+
+def _without_places(folder: Path) -> list[str]:
+    """Return flags that keep the names of folders on this machine out of what is compiled."""
+    import torch
+
+    places = {str(folder), os.environ.get(CACHES, ""), str(Path(torch.__file__).parents[1])} - {""}
+    return [f"-ffile-prefix-map={place}=." for place in sorted(places, key=len)]
 
 
 def _uncompiled(path: Path, output: str) -> ResourceError | UnsupportedError:
@@ -216,12 +244,8 @@ def begun_package(program: ExportedProgram, path: Path, settings: Settings) -> I
             failed = any(each.wait() for each in compilers)
             if failed or begin(compiled, *map(str, folder.glob("*.o"))).wait():
                 raise _uncompiled(path, (place / "output").read_text(errors="replace"))
-            with zipfile.ZipFile(path) as sources, zipfile.ZipFile(place / path.name, "w") as package:
-                for entry in sources.infolist():
-                    if not entry.filename.endswith(_SOURCES):
-                        package.writestr(entry, sources.read(entry))
+            with _without_sources(path) as package:
                 package.write(compiled, compiled.relative_to(place))
-            (place / path.name).replace(path)
 
         yield finish
 
@@ -259,11 +283,11 @@ def _command(folder: Path) -> list[str]:
         flags["compiler"],
         *(f"-D{name.strip()}" for name in flags["definitions"]),
         *(f"-I{folder}" for folder in flags["include_dirs"]),
-        *(f"-{flag}" for flag in flags["cflags"] if flag not in ("O3", "g1", "Wall", "pedantic")),
+        *shlex.split(" ".join(f"-{flag}" for flag in flags["cflags"] if flag not in _NOT_OURS)),
         *(f"-{flag}" for flag in flags["ldflags"]),
         *(f"-L{folder}" for folder in flags["libraries_dirs"]),
         *(f"-l{library}" for library in flags["libraries"]),
-        *(flag for words in flags["passthrough_args"] for flag in words.split()),
+        *shlex.split(" ".join(flags["passthrough_args"])),
     ]
 
 
