@@ -10,6 +10,7 @@ import pytest
 from tests.cli.lines import vlexport
 from vlexport._build.estimate import Costs, TowerScale, build_memory, disk, run_memory
 from vlexport._build.plan import Forecast
+from vlexport._build.timings import Timings, keep
 from vlexport.bundle import Bundle
 from vlexport.checkpoint import Checkpoint
 from vlexport.checkpoint.names import ModuleMapping
@@ -66,6 +67,13 @@ def test_inputs_of_bytes_are_refused_where_recipe_or_backend_have_none(checkpoin
     of_pixels = replace(find_recipe("qwen2_5_vl"), config=config)
     with pytest.raises(UnsupportedError, match="recipe 'qwen2_5_vl' has no towers that take uint8"):
         of_pixels.read_config(Checkpoint.open(checkpoint), "uint8")
+
+
+def test_seconds_are_those_of_the_last_build_in_integers(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    keep(Timings(phases={"build": 7.0}, weights=1000), "build", "onnxruntime", "int8")
+    words = ("--backend", "onnxruntime", "--quantize", "int8", "--output-dir", tmp_path)
+    assert "the last build by this backend here" in vlexport("plan", checkpoint, *words).ends(0).out
 
 
 def test_a_backend_that_was_not_measured_is_marked_so():

@@ -105,7 +105,8 @@ def forecast(spec: BuildSpec) -> Forecast:
     capability = capability_of(spec.backend, fields.dtype, fields.quantisation)
     costs = capability.costs if capability else None
     adapter = spec.checkpoint.adapter
-    expected, known = expected_build(spec.backend.name, fields.dtype, spec.scale.num_weights)
+    kind = fields.quantisation or fields.dtype
+    expected, known = expected_build(spec.backend.name, kind, spec.scale.num_weights)
     return Forecast(
         path=path,
         adapter=(adapter.source, adapter.digest) if adapter else None,

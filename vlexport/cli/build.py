@@ -155,7 +155,7 @@ def build(
     from vlexport._build.timings import Timings, expected_build, keep, recall
 
     arguments, choice = _settled(arguments, as_json=as_json, stderr=True)
-    kind = ("build", arguments["backend"], arguments["dtype"] or arguments["quantize"])
+    kind = ("build", arguments["backend"], arguments["quantize"] or arguments["dtype"])
     overall, weights, own = Overall(recall(*kind)), None, None
     with phases("build", overall) as progress:
         is_apart = needs_process(arguments)
