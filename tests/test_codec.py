@@ -101,6 +101,12 @@ def test_what_differs_is_refused_by_the_path_of_its_field(subtests):
             decode(Outer, changed(path, value))
 
 
+def test_what_a_dictionary_holds_is_read_as_its_kind() -> None:
+    assert decode(dict[str, tuple[str, str]], {"a": ["b", "c"]}) == {"a": ("b", "c")}
+    with pytest.raises(InputError, match=r"record\.a: "):
+        decode(dict[str, tuple[str, str]], {"a": "b"}, "record")
+
+
 def test_numbers_that_json_lacks_are_text_only_where_measurements_stand() -> None:
     assert encode(GOOD)["measured"]["worst"] == "inf"
     assert decode(Outer, encode(GOOD)).measured["worst"] == math.inf

@@ -85,7 +85,7 @@ def _decode(kind: Any, value: object, where: str) -> Any:
         return _one_of(kind, value, where)
     if is_dataclass(kind):
         return _record(kind, value, where)
-    if origin is Mapping:
+    if origin in (Mapping, dict):
         if not isinstance(value, Mapping):
             raise refusal(where, value, kind)
         key, entry = inner
