@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass, is_dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from vlexport.bundle import Manifest, Trust
 from vlexport.cli import run
@@ -43,10 +43,10 @@ class Ran:
         return self
 
 
-def vlexport(*words: object) -> Ran:
+def vlexport(*words: object, stdout: TextIO | None = None) -> Ran:
     """`vlexport WORDS`, in this process."""
     out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with contextlib.redirect_stdout(stdout or out), contextlib.redirect_stderr(err):
         code = run([str(word) for word in words])
     return Ran(code=code, out=out.getvalue(), err=err.getvalue())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,9 +24,9 @@ def film(tmp_path):
 
 @pytest.fixture
 def play(built, checkpoint):
-    def run(source, *words):
+    def run(source, *words, **streams):
         given = ("--checkpoint", checkpoint, "--max-new-tokens", 8, "--as-fast")
-        return vlexport("watch", built, source, *given, *words)
+        return vlexport("watch", built, source, *given, *words, **streams)
 
     return run
 
@@ -79,6 +80,14 @@ def test_lines_that_are_typed_are_questions(play, film, monkeypatch):
     monkeypatch.setattr(sys, "stdin", Stdin(b"what?\n\nand then?\n", is_terminal=True))
     ran = play(film, "--fps", 8).ends(0)
     assert [line.split(": ")[1] for line in ran.err.splitlines() if "?" in line] == ["what?", "and then?"]
+
+
+@pytest.mark.seconds
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_an_answer_that_cannot_be_written_is_exit_code_7(play, film):
+    with Path("/dev/full").open("w") as full:
+        ran = play(film, "--ask", "1:what?", stdout=full).ends(7)
+    assert "the disk is full" in ran.err
 
 
 def test_what_is_no_question_or_size_is_refused(play, film, subtests):

@@ -172,18 +172,19 @@ class _Player:
         self.reader.start()
 
     def _print(self, seconds: float, question: str, pieces: Stream) -> None:
+        from vlexport.runtime.outputs import outcome_of
+
         try:
             for piece in pieces:
                 if not self.as_json:
                     show(piece.text, end="")
             answer = pieces.require_answer().to_json()
-        except VlexportError as error:
-            self.fail(f"{seconds:g} s: {error}", error)
-            return
-        if self.as_json:
-            show_json("watch", {"seconds": seconds, "question": question, **answer}, indent=None)
-        else:
-            show("")
+            if self.as_json:
+                show_json("watch", {"seconds": seconds, "question": question, **answer}, indent=None)
+            else:
+                show("")
+        except Exception as error:  # noqa: BLE001  the thread ends; the command reports it
+            self.fail(f"{seconds:g} s: {error}", outcome_of(error))
 
     def fail(self, line: str, error: VlexportError) -> None:
         """Print what failed; the first such error is the outcome of the command."""
