@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from tests.cli.lines import bundle_of, vlexport
 from tests.golden_data import FOLDER
 from tests.runtime.recorded import CHECKPOINT, FROM_PATCHES, TRUTHS
+from vlexport.errors import ResourceError
 from vlexport.reports.overlay import contact_sheet, films_of
 from vlexport.runtime.pipeline import load
 from vlexport.specs import Pixels
@@ -115,6 +116,18 @@ def test_the_overlay_is_the_sheet_of_the_mask(run_question, built, video, tmp_pa
         assert written.info["media"] == video.name
         assert written.info["bundle_digest"] == pipeline.bundle.digest
     assert f"overlay: {out}" in ran.err.splitlines()
+
+
+@pytest.mark.seconds
+def test_an_overlay_that_fails_costs_no_answer(run_question, video, tmp_path, monkeypatch):
+    def full(*_):
+        raise ResourceError("the disk is full")
+
+    monkeypatch.setattr("vlexport.reports.overlay.write_sheet", full)
+    overlay = ("--overlay", tmp_path / "sheet.png", "--json")
+    ran = run_question("--prompt", "what?", "--video", video, "--fps", 2, *overlay).ends(7)
+    assert ran.document["token_ids"]
+    assert "[resource] the disk is full" in ran.err
 
 
 def load_frames(path):

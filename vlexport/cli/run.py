@@ -122,14 +122,14 @@ def run(
                 progress("generate", number / sampling.max_new_tokens)
         answer = _streamed(pieces) if stream else pieces.require_answer()
         media.note_whole(pipeline.pruner, request.images, request.videos)
-        if overlay is not None:
-            with data_is_out():
-                write_sheet(overlay, answer, request, pipeline)
-            print_line(f"overlay: {overlay}")
     if as_json:
         show_json("run", answer.to_json())
     else:
         _show(answer, was_streamed=stream)
+    if overlay is not None:
+        with data_is_out():
+            write_sheet(overlay, answer, request, pipeline)
+        print_line(f"overlay: {overlay}")
 
 
 def _show(answer: Answer, *, was_streamed: bool) -> None:
