@@ -44,7 +44,9 @@ def test_answers_are_those_of_the_whole_conversation(talk, built, checkpoint, im
 
 
 @pytest.mark.seconds
-def test_a_line_that_cannot_be_served_costs_no_other(talk, built, checkpoint, image, video):
+def test_a_line_that_cannot_be_served_costs_no_other(talk, built, checkpoint, image, video, tmp_path):
+    cut = tmp_path / "cut.png"
+    cut.write_bytes(image.read_bytes()[:-100])
     lines = (
         "/prune 2",
         "/prune",
@@ -53,17 +55,25 @@ def test_a_line_that_cannot_be_served_costs_no_other(talk, built, checkpoint, im
         "/prune 0.5",
         f"{video} what?",
         "/reset",
+        f"{cut}",
+        "what?",
         "what?",
         "/quit",
         "x",
     )
     out, told = talk(*lines, words=("--fps", 2))
-    for words in ("0 <= ", "/prune: no such command", "/nonsense: no such command", "/reset       forget"):
+    for words in (
+        "0 <= ",
+        "/prune: no such command",
+        "/nonsense: no such command",
+        "/reset       forget",
+        "damaged or cut short",
+    ):
         assert words in told, told
     with load(built, checkpoint=checkpoint) as pipeline:
         pruned = pipeline.generate("what?", videos=video, fps=2, prune=0.5, max_new_tokens=6).text
         alone = pipeline.generate("what?", max_new_tokens=6).text
-    assert out == ["", "", "", "", "", "", f"{pruned}\n", "", f"{alone}\n", ""]
+    assert out == ["", "", "", "", "", "", f"{pruned}\n", "", "", "", f"{alone}\n", ""]
 
 
 @pytest.mark.seconds

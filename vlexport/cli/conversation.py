@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 HELP = (
     "A line is a question; paths of files at its beginning are images and videos for it.\n"
+    "Where a question fails, give its files again.\n"
     "/prune RATE  drop that share of tokens after the tower, 0 for none\n"
     "/reset       forget questions, answers and files\n"
     "/quit        end, as Ctrl-D does"
@@ -40,11 +41,11 @@ class Conversation:
     messages: list[dict[str, Any]] = field(default_factory=list)
     waiting: list[dict[str, Any]] = field(default_factory=list)
 
-    def add(self, source: File) -> None:
-        """Let a file wait for the next question."""
-        kind = kind_of(source)
-        self.waiting.append({"type": kind, kind: source})
-        print_line(f"{kind}: {source if isinstance(source, Path) else 'stdin'}")
+    def add(self, *sources: File) -> None:
+        """Let files wait for the next question, all of them or none."""
+        for kind, source in [(kind_of(source), source) for source in sources]:
+            self.waiting.append({"type": kind, kind: source})
+            print_line(f"{kind}: {source if isinstance(source, Path) else 'stdin'}")
 
     def hold(self) -> None:
         """Take lines until the end of input; an error costs its line alone."""
@@ -67,8 +68,7 @@ class Conversation:
             self._command(*line.split())
             return
         files, question = _files_in(line)
-        for file in files:
-            self.add(file)
+        self.add(*files)
         if question:
             self._ask(question)
 
@@ -91,15 +91,18 @@ class Conversation:
             raise InputError(f"{' '.join((name, *words))}: no such command. /help lists them.")
 
     def _ask(self, question: str) -> None:
-        """Print the answer as it comes; question and answer are kept once it is whole."""
+        """Print the answer as it comes; question and answer are kept once it is whole.
+
+        Files are not kept for the next question where it fails, which may be for one of them.
+        """
         turn = {"role": "user", "content": [*self.waiting, {"type": "text", "text": question}]}
+        self.waiting.clear()
         pieces = self.pipeline.stream([*self.messages, turn], generation=self.generation, **self.options)
         for piece in pieces:
             show(piece.text, end="")
         show("")
         answer = [{"type": "text", "text": pieces.require_answer().text}]
         self.messages += [turn, {"role": "assistant", "content": answer}]
-        self.waiting.clear()
 
 
 def _files_in(line: str) -> tuple[list[Path], str]:

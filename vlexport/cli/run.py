@@ -165,8 +165,7 @@ def _talk(
             arguments = {**opening.arguments(), **decoding.arguments(usable, prompt_layout)}
             pipeline = stack.enter_context(load(usable, **arguments))
         conversation = Conversation(pipeline=pipeline, generation=generation, options=media.settings)
-        for file in (*images, *videos):
-            conversation.add(file)
+        conversation.add(*images, *videos)
         conversation.hold()
 
 
