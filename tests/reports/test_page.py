@@ -19,6 +19,7 @@ from tests.reports.test_sweep import SVG, sweep_of
 from vlexport._build.plan import Forecast, Needs
 from vlexport.bundle import Bundle, Manifest, Verdict
 from vlexport.bundle.files import FileRecord
+from vlexport.bundle.manifest import DIGITS
 from vlexport.checkpoint.names import ModuleMapping
 from vlexport.codec import decode, encode
 from vlexport.errors import InputError, RequestError
@@ -57,7 +58,7 @@ CURVE = LayerCurve(
 def bundle_with(tmp_path, report):
     files = {"engine.bin": FileRecord(size=1_234_567, sha256="e" * 64)}
     made = replace(MANIFEST, files=files, parity=Verdict(status=report.status, table=report.to_json()))
-    return Bundle(path=tmp_path / f"a_recipe-{made.key[:16]}", manifest=made, digest=made.digest())
+    return Bundle(path=tmp_path / f"a_recipe-{made.key[:DIGITS]}", manifest=made, digest=made.digest())
 
 
 @pytest.fixture
@@ -368,7 +369,7 @@ def test_a_script_in_any_text_is_shown_and_not_run(tmp_path):
         versions={PLANTED: PLANTED},
         parity=Verdict(status=report.status, table=report.to_json()),
     )
-    bundle = Bundle(path=tmp_path / f"a_recipe-{made.key[:16]}", manifest=made, digest=made.digest())
+    bundle = Bundle(path=tmp_path / f"a_recipe-{made.key[:DIGITS]}", manifest=made, digest=made.digest())
     timed = bench_of(bundle, 16, 2.0)
     timed["machine"] = {PLANTED: PLANTED}
     timed["contenders"][0]["ratio"] = None

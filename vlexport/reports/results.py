@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from vlexport.backends import Progress, log_progress
 from vlexport.bundle import Bundle, Manifest
+from vlexport.bundle.manifest import DIGITS
 from vlexport.codec import MAX_BYTES, Json, JsonObject, Measure, decode, encode, parse
 from vlexport.errors import InputError, RequestError
 from vlexport.evaluate.intervals import Interval
@@ -233,7 +234,7 @@ def planned_from(content: JsonObject) -> Planned:
 def _planned(content: JsonObject, bundle: Bundle) -> Planned:
     plan = planned_from(content)
     # An entry's name ends with a part of its key.
-    if Path(plan.path).name.rpartition("-")[2] != bundle.manifest.key[:16]:
+    if Path(plan.path).name.rpartition("-")[2] != bundle.manifest.key[:DIGITS]:
         raise InputError(f"the forecast of {Path(plan.path).name} found, of {bundle.path.name} expected.")
     return plan
 
