@@ -82,6 +82,7 @@ def test_the_report_is_one_page_with_every_row_that_loads_nothing(bundle, tmp_pa
         assert words in text
     refused = vlexport("report", bundle, "-o", tmp_path / "report.txt")
     assert (refused.code, "--output" in refused.err, ".html" in refused.err) == (2, True, True)
+    assert "- given; files" in vlexport("report", bundle, "-", "-o", out).ends(2).err
 
 
 @pytest.mark.slow

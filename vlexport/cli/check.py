@@ -178,6 +178,8 @@ def report(
     It shows accuracy, drift by block, latency, padding and memory, pruning, origin and environment. Results
     come from the bundle, its accuracy check and the files given; --measure adds those that lack.
     """
+    if Path("-") in (files or []):
+        raise RequestError("- given; files that can be read again are expected. Name them.")
     media = [file for file in media_files(files or [], openable=True) if isinstance(file, Path)]
     from vlexport.backends import log_progress
     from vlexport.reports.results import report as library
