@@ -66,11 +66,12 @@ def test_videos_need_no_task_and_a_bad_one_ends_with_its_own_exit_code(sweep, vi
         return made[-1]
 
     monkeypatch.setattr(sweeps, "sweep", kept)
-    ran = sweep("--video", video, "--video", bad, "--fps", 2, *SHORT, "--json")
+    ran = sweep("--video", video, "--video", bad, "--fps", 2, *SHORT, "--most-lost", 100, "--json")
     (found,) = made
     assert ran.code == 2
     assert [(row.selector, row.rate) for row in found.rows] == [("none", 0), ("evs", 0.5), ("random", 0.5)]
     assert f"vlexport: {bad}: " in ran.err
+    assert found.advice(100) in ran.err.splitlines()
     assert found.about() == "1 question, 95 % intervals; 1 draw of each baseline; 1 failed and left out"
     document, expected = ran.document, json.loads(json.dumps(found.to_json()))
     failed = document.pop("failed")

@@ -85,8 +85,8 @@ def _show(result: Sweep, plot: Path | None, most_lost: float | None, *, as_json:
         for head, rows in result.tables():
             show_table(head, rows)
         print_line(result.about())
-        if most_lost is not None:
-            print_line(result.advice(most_lost))
+    if most_lost is not None:
+        print_line(result.advice(most_lost))
     with data_is_out():
         if plot is not None:
             with writing(plot, "--plot") as temporary:
