@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -21,6 +22,7 @@ from vlexport.backends import find_backend
 from vlexport.backends._inspection import write_run
 from vlexport.bundle import Bundle, Verdict
 from vlexport.parity.report import ParityReport
+from vlexport.tools import repro
 
 MISSING = find_backend("openvino").missing()
 OPENVINO = pytest.param("openvino", marks=pytest.mark.skipif(MISSING is not None, reason=str(MISSING)))
@@ -200,4 +202,16 @@ def test_inputs_are_exported_for_every_backend(built: Path, tmp_path: Path):
 @pytest.mark.slow
 def test_a_folder_that_is_there_is_not_written_into(built: Path, tmp_path: Path):
     ran = vlexport("repro", built, "--inputs-only", "--output", tmp_path).ends(2)
-    assert "exists; a new folder is expected" in ran.err
+    assert f"--output {tmp_path}: exists; a new folder is expected" in ran.err
+
+
+@pytest.mark.slow
+def test_inputs_that_cannot_be_written_leave_nothing_behind(built: Path, tmp_path: Path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(repro, "write_raw", full)
+    words = ("repro", built, "--inputs-only", "--output", tmp_path / "inputs")
+    vlexport(*words).ends(7)
+    assert list(tmp_path.iterdir()) == []
+    assert "--own-weights or --lora" in vlexport(*words, "--lora", tmp_path).ends(2).err

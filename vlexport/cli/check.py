@@ -236,10 +236,10 @@ def repro(
     from vlexport.tools.repro import ReproOptions, export_inputs, write_repro
 
     if inputs_only:
-        if whole or own_weights or block:
+        if whole or own_weights or block or lora:
             raise RequestError(
-                "--inputs-only given with --block, --whole or --own-weights, which are about the graph of an "
-                "archive. Leave them out."
+                "--inputs-only given with --block, --whole, --own-weights or --lora, which are about the "
+                "graph of an archive. Leave them out."
             )
         cases = export_inputs(opened, output, recipe)
         facts: dict[str, object] = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import platform
 import re
+import shutil
 import tempfile
 import zipfile
 from collections.abc import Collection, Iterator, Mapping
@@ -239,9 +240,13 @@ def export_inputs(bundle: Bundle, folder: Path, recipe: str | None = None) -> li
     config = config_of(bundle, chosen)
     calls = list(cases(chosen, config, bundle.manifest))
     if folder.exists():
-        raise InputError(f"--output-dir {folder}: exists; a new folder is expected. Name another one.")
+        raise InputError(f"--output {folder}: exists; a new folder is expected. Name another one.")
     make_folder(folder)
-    write_cases(calls, folder)
+    try:
+        write_cases(calls, folder)
+    except BaseException:
+        shutil.rmtree(folder)
+        raise
     return calls
 
 
