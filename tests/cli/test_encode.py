@@ -290,9 +290,13 @@ def test_embeddings_are_compared_by_their_digests(built, image, tmp_path):
     assert "items: 1 of 2 have the same bits" in ran.out
     assert next(line.split() for line in ran.lines if line.startswith("image.1"))[-1] == "3.3e-01"
     assert next(line.split() for line in ran.lines if line.startswith("precision"))[1:] == ["float32", "int8"]
+    assert "graph 'x' given with embeddings" in vlexport("compare", *files, "--graph", "x").ends(2).err
     (tmp_path / "c.safetensors").write_bytes(b"\0" * 20)
-    refused = vlexport("compare", files[0], tmp_path / "c.safetensors")
-    assert (refused.code, "no embeddings of vlexport" in refused.err) == (2, True)
+    (tmp_path / "deep.jsonl").write_text("[" * 200_000)
+    for name in ("c.safetensors", "deep.jsonl"):
+        assert "no embeddings of vlexport" in vlexport("compare", files[0], tmp_path / name).ends(2).err
+    save_file({}, files[1], metadata)
+    assert "a digest of image.1 without its rows" in vlexport("compare", *files).ends(2).err
 
 
 @pytest.mark.seconds

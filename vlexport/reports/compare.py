@@ -134,6 +134,8 @@ def compare(
         compare("engines/BEFORE", "engines/AFTER").rows
     """
     if all(Path(place).suffix in SUFFIXES for place in (first, second)):
+        if graph is not None:
+            raise RequestError(f"graph {graph!r} given with embeddings; bundles expected. Leave it out.")
         return _embeddings(*(Features.of(Path(place)) for place in (first, second)))
     if graph is not None or any(Path(place).suffix == ".onnx" for place in (first, second)):
         pair = _graph_pair(graph or "model.onnx", Path(first), Path(second))

@@ -46,7 +46,7 @@ class Features:
         try:
             metadata, records = _read(path)
             digests = {record["item"]: record[DIGEST] for record in records if DIGEST in record}
-        except (OSError, ValueError, LookupError, TypeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise RequestError(
                 f"{path}: no embeddings of vlexport ({' '.join(str(error).split())[:200]}). A file of "
                 "`encode`, a shard of a collection or its index.jsonl expected."
@@ -84,14 +84,19 @@ def pairs_of(first: Features, second: Features) -> Iterator[ItemPair]:
 
 
 def _error(name: str, *paths: Path) -> float | None:
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     if any(path.suffix == ".jsonl" for path in paths):
         return None
     rows = []
     for path in paths:
-        with safe_open(path, framework="pt") as file:
-            rows.append(file.get_tensor(f"{name}.embeds").double())
+        try:
+            with safe_open(path, framework="pt") as file:
+                rows.append(file.get_tensor(f"{name}.embeds").double())
+        except SafetensorError as error:
+            raise RequestError(
+                f"{path}: a digest of {name} without its rows ({error}). Encode it again."
+            ) from error
     if rows[0].shape != rows[1].shape:
         return float("inf")
     return float((rows[0] - rows[1]).norm() / rows[1].norm())
