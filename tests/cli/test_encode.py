@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import signal
 import stat
@@ -124,6 +125,10 @@ def test_embeddings_go_to_stdout(built, image, tmp_path):
     found, expected = load(done.stdout), load_file(tmp_path / "x.safetensors")
     assert found.keys() == expected.keys()
     assert torch.equal(found["image.0.embeds"], expected["image.0.embeds"])
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as closed:
+        vlexport("encode", built, image, "-o", "-", stdout=closed).ends(0)
     ran = vlexport("encode", built, image, "--output", "-", "--json")
     assert (ran.code, "--output - given with --json" in ran.err) == (2, True)
 

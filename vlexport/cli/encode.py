@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -136,7 +135,7 @@ def _write(items: Mapping[str, Encoded], output: Path, metadata: dict[str, str])
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "stdout.safetensors")
         shapes = save(items, file, metadata)
-        sys.stdout.buffer.write(file.read_bytes())
+        show(file.read_bytes())
     return shapes
 
 

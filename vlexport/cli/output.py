@@ -60,10 +60,16 @@ def _code(error: Exception) -> str:
     return code_of(typed) if typed else ""
 
 
-def show(text: str, end: str = "\n") -> None:
-    """Print data on stdout, unchanged and flushed; a closed pipe, as behind `head`, is no error."""
+def show(text: str | bytes, end: str = "\n") -> None:
+    """Print data on stdout, unchanged and flushed; a closed pipe, as behind `head`, is no error.
+
+    Bytes have no end of a line.
+    """
     try:
-        sys.stdout.write(text + end)
+        if isinstance(text, bytes):
+            sys.stdout.buffer.write(text)
+        else:
+            sys.stdout.write(text + end)
         sys.stdout.flush()
     except OSError as error:
         _write_nowhere(sys.stdout.fileno())
