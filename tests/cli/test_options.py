@@ -58,6 +58,10 @@ def test_options_of_a_file_are_those_of_the_command_line_which_win(checkpoint, t
     other = vlexport("plan", "--config", file, "--dtype", "float32", "--json").document
     assert other["path"] != written.document["path"]
     assert other == vlexport(*words, "--dtype", "float32", "--json").document
+    odd = ("plan", checkpoint, "--write-config", file, "--output-dir")
+    vlexport(*odd, tmp_path / "a\x7f").ends(0)
+    assert tomllib.loads(file.read_text("utf-8"))["output-dir"].endswith("a\x7f")
+    assert "TOML holds UTF-8 alone" in vlexport(*odd, tmp_path / "a\udcff").ends(2).err
 
 
 @pytest.mark.parametrize(
@@ -65,6 +69,7 @@ def test_options_of_a_file_are_those_of_the_command_line_which_win(checkpoint, t
     [
         ("dtipe = 'float16'", "no option 'dtipe'. Did you mean 'dtype'? Known: backend, build-memory"),
         ("dtype = ['float16']", "'dtype' is ['float16']; a text or a number expected"),
+        ("max-pixels = true", "'max-pixels' is True; a text or a number expected"),
         ("dtype = ", "not valid TOML"),
         ("max-pixels = 'many'", "Invalid value for '--max-pixels'"),
         (None, "cannot be read (No such file"),

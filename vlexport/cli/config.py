@@ -29,15 +29,20 @@ def write_options(context: typer.Context, path: Path) -> None:
     for key, name in _keys(context).items():
         value, source = context.params.get(name), context.get_parameter_source(name)
         if source is not None and source.name in ("COMMANDLINE", "DEFAULT_MAP"):
-            # Strings of JSON are strings of TOML.
+            # Strings of JSON are strings of TOML, but for one character that TOML wants escaped.
             text = json.dumps(str(value) if isinstance(value, Path) else value, ensure_ascii=False)
-            lines.append(f"{key} = {text}\n")
+            lines.append(f"{key} = {text}\n".replace("\x7f", "\\u007f"))
     try:
         with replacing(path) as temporary:
             temporary.write_text("".join(lines), encoding="utf-8")
     except OSError as error:
         raise shortage(error) or RequestError(
             f"--write-config {path}: cannot be written ({error.strerror}). Name a file in a folder of yours."
+        ) from error
+    except UnicodeEncodeError as error:
+        line = lines[error.object.count("\n", 0, error.start)].strip()
+        raise RequestError(
+            f"--write-config {path}: {line} given; TOML holds UTF-8 alone. Rename the file."
         ) from error
 
 
@@ -57,11 +62,12 @@ def _defaults(context: typer.Context, path: Path) -> dict[str, object]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RequestError(f"--config {path}: not valid TOML ({error}). Correct the line.") from error
     keys = _keys(context)
+    flags = {param.name for param in context.command.params if getattr(param, "is_flag", False)}
     for key, value in stored.items():
         if key not in keys:
             raise RequestError(
                 f"--config {path}: no option '{key}'.{nearest(key, keys)} Known: {', '.join(sorted(keys))}."
             )
-        if isinstance(value, dict | list):
+        if isinstance(value, dict | list) or (isinstance(value, bool) and keys[key] not in flags):
             raise RequestError(f"--config {path}: '{key}' is {value!r}; a text or a number expected.")
     return {keys[key]: value for key, value in stored.items()}
