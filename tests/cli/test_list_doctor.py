@@ -53,6 +53,7 @@ def test_every_error_prints_a_code_that_explain_knows_offline():
         exits = f" (exit code {codes[code].exit_code})" if code in codes else ""
         assert ran.lines[0] == f"{code}{exits}: {summary}"
         assert [line.partition(":")[0] for line in ran.lines[1:]] == ["Causes", "What to do"]
+    assert vlexport("explain", "not_run").lines == vlexport("explain", "not-run").ends(0).lines
     found = vlexport("explain", "untrusted", "--json").document
     assert (found["code"], found["exit_code"]) == ("untrusted", 5)
     assert vlexport("explain", "invented").ends(2).err.startswith("vlexport: [request] ")

@@ -26,8 +26,8 @@ def pages() -> dict[str, Page]:
 
 
 def find_page(code: str) -> Page:
-    """Return the page of a code."""
-    listed = pages()
+    """Return the page of a code; verdicts are codes too, with their underscores."""
+    listed, code = pages(), code.replace("_", "-")
     if code not in listed:
         raise RequestError(f"no code '{code}'. `vlexport explain` lists them.")
     return listed[code]
