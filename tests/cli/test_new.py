@@ -142,6 +142,8 @@ def test_a_file_that_is_there_a_wrong_name_and_an_unknown_model_are_refused(
         (("recipe", checkpoint, "-o", tmp_path / "mine"), "ends in .py"),
         (("backend", "eager"), "a new name"),
         (("backend", "my-own"), "letters, digits and _"),
+        (("backend", "true", "-o", tmp_path / "true.py"), "that is no word of"),
+        (("backend", "_1", "-o", tmp_path / "_1.py"), "a letter first"),
         (("backend", "mine", "-o", tmp_path / "other.py"), "which the file has too"),
     ):
         with subtests.test(message):

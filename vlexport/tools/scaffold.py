@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from keyword import iskeyword
 from pathlib import Path
 from string import Template
 
@@ -156,8 +157,12 @@ def new_backend(name: str, out: Path | None = None) -> list[Path]:
 
 
 def _write(out: Path, text: str, words: dict[str, str]) -> list[Path]:
-    if not out.stem.isidentifier():
-        raise RequestError(f"{out}: letters, digits and _ are expected as a name, a letter first. Rename it.")
+    class_name = words["class_name"]
+    if not out.stem.isidentifier() or not class_name.isidentifier() or iskeyword(class_name):
+        raise RequestError(
+            f"{out}: letters, digits and _ are expected as a name, a letter first, that is no word of "
+            "Python. Rename it."
+        )
     contents = {out: text, out.with_name(f"test_{out.name}"): TEST}
     for path in contents:
         check_out(path, suffix=".py")
