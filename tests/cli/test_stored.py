@@ -111,6 +111,15 @@ def test_bundles_go_by_name_age_and_size_the_oldest_first(store):
     assert (store / "README.md").exists()
 
 
+def test_a_bundle_of_the_current_folder_goes_and_not_its_namesake(store, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(store / "new", tmp_path / "new")
+    ran = vlexport("bundles", "rm", "./new", "--json").ends(0)
+    assert [each["path"] for each in ran.document["removed"]] == ["new"]
+    assert ((tmp_path / "new").exists(), (store / "new").is_dir()) == (False, True)
+    assert vlexport("bundles", "rm", "new", "--json").ends(0).document["removed"][0]["path"] == "engines/new"
+
+
 def test_a_tag_opens_its_bundle_moves_and_goes_alone(store):
     assert vlexport("bundles", "tag", store / "old", "mine").ends(0).lines == [str(store / "mine")]
     assert vlexport("check", store / "mine").code == 0

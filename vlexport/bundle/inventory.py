@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Iterable, Iterator
@@ -97,7 +98,9 @@ def named(into: Path, names: Iterable[str], listed: list[Entry]) -> list[Entry]:
     """Return the entries of these paths, or of names in a folder; a tag is an entry of its own."""
     entries = []
     for name in names:
-        path = Path(name) if Path(name).parent.name else into / name
+        # `./name` too, of which `Path` keeps the name alone.
+        is_path = any(mark in name for mark in (os.sep, os.altsep) if mark)
+        path = Path(name) if is_path else into / name
         here = [entry for entry in listed if entry.kind == "bundle" and entry.path == path]
         if path.is_symlink():
             here = [Entry(kind="tag", path=path, num_bytes=0, age_seconds=_measured(path)[1])]
