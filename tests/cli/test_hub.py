@@ -16,7 +16,7 @@ import pytest
 
 from tests.bundle.examples import store
 from tests.cli.hub_server import hub as served
-from tests.cli.lines import vlexport
+from tests.cli.lines import flip, vlexport
 from vlexport.bundle import Bundle, Manifest, Trust, hub
 from vlexport.errors import BundleError, RequestError, UntrustedError
 from vlexport.reports.facts import BundleFacts
@@ -49,6 +49,9 @@ def test_a_bundle_comes_back_as_it_went_with_a_card(built, tmp_path):
     # Again is fine, and so is another push.
     assert vlexport("pull", tmp_path / "hub", "-o", tmp_path / "mine").lines == [str(copy)]
     assert vlexport("push", built, tmp_path / "hub", "-q").err == ""
+    flip(tmp_path / "hub" / built.name / "program.safetensors")
+    assert vlexport("push", built, tmp_path / "hub").code == 0
+    assert vlexport("check", tmp_path / "hub" / built.name).code == 0
 
 
 def test_a_strangers_bundle_is_placed_and_not_opened_before_it_is_approved(repository, tmp_path):
@@ -118,6 +121,16 @@ def test_a_spoilt_bundle_leaves_nothing_behind(repository, tmp_path, how):
     with pytest.raises((BundleError, OSError)):
         hub.pull(str(repository), output_dir=tmp_path / "mine")
     assert list((tmp_path / "mine").iterdir()) == []
+
+
+@pytest.mark.parametrize("how", ["changed", "missing", "link"])
+def test_a_copy_that_was_damaged_since_is_replaced(repository, tmp_path, how, caplog):
+    path = hub.pull(str(repository), output_dir=tmp_path / "mine").bundle
+    spoil(path, how)
+    hub.pull(str(repository), output_dir=tmp_path / "mine")
+    assert "the damaged copy is replaced" in caplog.text
+    assert Bundle.open(path, user_data=tmp_path / "strangers-data").path == path
+    assert list(path.parent.glob(".staging-*")) == []
 
 
 def test_what_is_no_repository_or_has_several_bundles_is_refused(repository, tmp_path):

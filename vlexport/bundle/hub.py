@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import logging
 import shlex
 import tempfile
 from collections.abc import Iterator
@@ -13,14 +14,16 @@ from pathlib import Path
 
 from vlexport.backends import Progress, log_progress
 from vlexport.bundle import MANIFEST_NAME, Bundle, Manifest
-from vlexport.bundle.files import check_listing, copy_payload, fix, read_file
-from vlexport.bundle.store import working_folder
+from vlexport.bundle.files import check_listing, check_payload, copy_payload, fix, read_file
+from vlexport.bundle.store import put_in_place, working_folder
 from vlexport.checkpoint.source import download
 from vlexport.codec import MAX_BYTES, encode
-from vlexport.errors import RequestError
+from vlexport.errors import BundleError, RequestError
 from vlexport.parity.report import report_in
 from vlexport.reports.card import CARD, card, plain
 from vlexport.system import explained, make_folder, replacing, shortage
+
+logger = logging.getLogger(__name__)
 
 PAGE = "README.md"
 
@@ -65,12 +68,12 @@ def _copy_to(bundle: Bundle, target: str) -> str:
     name = bundle.path.resolve().name
     if (root := _local(target)) is not None:
         make_folder(root)
-        _place(bundle, root / name)
+        _copy_bundle(bundle, root / name)
         with replacing(root / PAGE) as temporary:
             temporary.write_text(_page(bundle, name, target), encoding="utf-8")
         return str(root / name)
     with tempfile.TemporaryDirectory() as folder:
-        _place(bundle, Path(folder) / name)
+        _copy_bundle(bundle, Path(folder) / name)
         (Path(folder) / PAGE).write_text(_page(bundle, name, target), encoding="utf-8")
         _upload(target, Path(folder))
     return f"{target}/{name}"
@@ -99,12 +102,7 @@ def pull(
         raw = read_file(root / folder, MANIFEST_NAME, MAX_BYTES)
         manifest, digest = Manifest.parse(raw), hashlib.sha256(raw).hexdigest()
         path = into / folder
-        if not path.exists():
-            _copy(root / folder, manifest, raw, path)
-        elif Bundle.inspect(path).digest != digest:
-            raise RequestError(
-                f"{path}: another bundle of this name is there. Move it, or give another folder."
-            )
+        _place(root / folder, manifest, raw, path)
     return Pulled(bundle=path, digest=digest, trusted=Bundle.inspect(path).trusted)
 
 
@@ -133,13 +131,29 @@ def _local(place: str) -> Path | None:
     return path if is_path else None
 
 
-def _place(bundle: Bundle, path: Path) -> None:
-    raw = read_file(bundle.path, MANIFEST_NAME, MAX_BYTES)
-    if path.exists():
-        if Bundle.inspect(path).digest == bundle.digest:
-            return
-        raise RequestError(f"{path}: another bundle of this name is there. Remove it, or push elsewhere.")
-    _copy(bundle.path, bundle.manifest, raw, path)
+def _copy_bundle(bundle: Bundle, path: Path) -> None:
+    _place(bundle.path, bundle.manifest, read_file(bundle.path, MANIFEST_NAME, MAX_BYTES), path)
+
+
+def _place(source: Path, manifest: Manifest, raw: bytes, path: Path) -> None:
+    """Copy a bundle to its place, also over a damaged copy of it."""
+    if not path.exists():
+        _copy(source, manifest, raw, path)
+    elif Bundle.inspect(path).digest != hashlib.sha256(raw).hexdigest():
+        raise RequestError(f"{path}: another bundle of this name is there. Move it, or give another folder.")
+    elif not _is_intact(path, manifest):
+        _copy(source, manifest, raw, path)
+
+
+def _is_intact(path: Path, manifest: Manifest) -> bool:
+    try:
+        check_listing(path, manifest.files)
+        for name, record in manifest.files.items():
+            check_payload(path, name, record)
+    except BundleError as error:
+        logger.warning("the damaged copy is replaced: %s", error)
+        return False
+    return True
 
 
 def _copy(source: Path, manifest: Manifest, raw: bytes, path: Path) -> None:
@@ -154,7 +168,7 @@ def _copy(source: Path, manifest: Manifest, raw: bytes, path: Path) -> None:
             fix(folder / name)
         (folder / MANIFEST_NAME).write_bytes(raw)
         check_listing(folder, manifest.files)
-        folder.replace(path)
+        put_in_place(folder, path)
 
 
 @contextmanager

@@ -133,7 +133,7 @@ class Staging:
         _sync_tree(self.folder)
         # Before the rename: whoever sees the entry may trust it.
         Trust.of(self.user_data).record_of(manifest.digest(), "built", self.final)
-        _put_in_place(self.folder, self.final)
+        put_in_place(self.folder, self.final)
         return Bundle(path=self.final, manifest=manifest, digest=manifest.digest())
 
     def _write(self, manifest: Manifest) -> None:
@@ -388,7 +388,7 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _put_in_place(folder: Path, final: Path) -> None:
+def put_in_place(folder: Path, final: Path) -> None:
     """Move `folder` to `final`; readers find the old entry or the new one, or none between two renames."""
     for attempt in range(_MAX_RENAMES):
         try:
