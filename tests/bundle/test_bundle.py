@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.bundle.examples import MANIFEST, PAYLOADS, TARGET, store
+from tests.cli.lines import flip
 from tests.thirty import LANE, cases
 from vlexport.bundle import MANIFEST_NAME, Bundle, Trust, Verdict
 from vlexport.bundle.files import copy_payload
@@ -110,6 +111,13 @@ def test_another_digest_approves_nothing(bundle, data):
     with pytest.raises(UntrustedError, match="was approved"):
         Bundle.open(bundle.path, trust="0" * 64, user_data=data)
     assert not any(Trust.of(data).knows(digest) for digest in ("0" * 64, bundle.digest))
+
+
+def test_an_approval_of_a_bundle_that_is_refused_is_not_recorded(bundle, data):
+    flip(stranger(bundle, data).path / "engine.bin")
+    with pytest.raises(BundleError, match="has SHA-256"):
+        Bundle.open(bundle.path, trust=bundle.digest, user_data=data)
+    assert not Trust.of(data).knows(bundle.digest)
 
 
 def test_a_malformed_approval_is_refused_with_where_to_find_the_digest(bundle, data, subtests):

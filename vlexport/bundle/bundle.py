@@ -96,10 +96,13 @@ class Bundle:
         def opened(raw: bytes) -> Bundle:
             manifest, digest = Manifest.parse(raw), hashlib.sha256(raw).hexdigest()
             files.check_listing(root, manifest.files)
-            Trust.of(user_data).require(digest, trust, root)
+            records = Trust.of(user_data)
+            approved_now = records.require(digest, trust, root)
             if verify == "full":
                 for name, record in manifest.files.items():
                     files.check_payload(root, name, record)
+            if approved_now:
+                records.record_of(digest, "approved", root)
             begun = before.begun if before and before.digest == digest else {}
             return cls(
                 path=root,

@@ -115,17 +115,17 @@ class Trust(_Records):
                 path, self.folder, shlex.quote(str(path)), digest,
             )  # fmt: skip
 
-    def require(self, digest: str, approve: str | None, path: Path) -> None:
+    def require(self, digest: str, approve: str | None, path: Path) -> bool:
+        """Refuse a digest that is neither known nor approved; True for an approval to be recorded."""
         if approve is not None and not digest.startswith(_read_approval(approve)):
             raise UntrustedError(
                 f"{path}: its digest is {digest}, and {_read_approval(approve)} was approved. The bundle is "
                 "another one, or it changed since. Ask whoever gave you the digest."
             )
         if self.knows(digest):
-            return
+            return False
         if approve is not None:
-            self.record_of(digest, "approved", path)
-            return
+            return True
         raise UntrustedError(
             f"{path}: neither built here nor approved. An engine is a program that runs with your rights; "
             f"expected a digest that you trust, found {digest}. If it is the one that its builder published, "
