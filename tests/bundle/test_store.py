@@ -16,10 +16,12 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from tests.bundle.examples import KEY, MANIFEST, PAYLOADS, store, write
+from tests.bundle.examples import BUILD, KEY, MANIFEST, PAYLOADS, store, write
 from vlexport.bundle import Bundle, Trust, Verdict
 from vlexport.bundle import store as store_
-from vlexport.bundle.store import finished, staged
+from vlexport.bundle.manifest import entry_path
+from vlexport.bundle.store import entry_for, finished, staged
+from vlexport.codec import MAX_BYTES
 from vlexport.errors import LockedError, RequestError, ResourceError
 
 # The real one; tests skip it otherwise.
@@ -89,6 +91,22 @@ def test_a_damaged_entry_is_not_a_hit_and_is_replaced(into: Path, data: Path) ->
     (store(into, data).path / "engine.bin").unlink()
     assert finished(into / "entry", KEY, user_data=data) is None
     assert Bundle.open(store(into, data).path, user_data=data).manifest.files
+
+
+@pytest.mark.parametrize("how", ["hard link", "link", "large"])
+def test_an_entry_whose_manifest_is_refused_is_replaced_too(into, data, tmp_path, how):
+    path = entry_path(into, BUILD, "model")
+    manifest = store(into, data, name=path.name).path / "manifest.json"
+    if how == "hard link":
+        (tmp_path / "other").hardlink_to(manifest)
+    elif how == "link":
+        manifest.rename(tmp_path / "other")
+        manifest.symlink_to(tmp_path / "other")
+    else:
+        manifest.write_bytes(b" " * (MAX_BYTES + 1))
+    assert entry_for(into, BUILD, "model") == path
+    assert finished(path, KEY, user_data=data) is None
+    assert Bundle.open(store(into, data, name=path.name).path, user_data=data).manifest.files
 
 
 def test_an_entry_that_appeared_meanwhile_is_replaced_by_a_whole_one(into: Path, data: Path) -> None:

@@ -65,7 +65,11 @@ def entry_for(into: Path, build: BuildKey, model: str) -> Path:
     """Return the path of a build's entry: of the one that is there, from another folder of its model too."""
     key = key_of(build)
     for folder in sorted(into.glob(f"*-{key[:DIGITS]}")):
-        manifest = Bundle.inspect(folder).manifest if (folder / MANIFEST_NAME).is_file() else None
+        try:
+            manifest = Bundle.inspect(folder).manifest if (folder / MANIFEST_NAME).is_file() else None
+        except BundleError as error:
+            logger.debug("no entry: %s", error)
+            continue
         if manifest is not None and manifest.key == key:
             return folder
     return entry_path(into, build, model)
