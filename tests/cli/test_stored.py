@@ -132,6 +132,25 @@ def test_a_tag_opens_its_bundle_moves_and_goes_alone(store):
     assert not (store / "mine").is_symlink()
 
 
+def test_no_other_link_is_taken_for_a_tag(store, tmp_path):
+    (tmp_path / "data").mkdir()
+    shutil.copytree(store / "new", tmp_path / "elsewhere")
+    for target in (tmp_path / "data", tmp_path / "elsewhere", store / "linked-from"):
+        (store / "mine").symlink_to(target)
+        assert "no bundle or tag" in vlexport("bundles", "rm", "-o", store, "mine").ends(2).err, target
+        assert "no tag; expected" in vlexport("bundles", "tag", store / "new", "mine").ends(2).err, target
+        assert (store / "mine").readlink() == target
+        (store / "mine").unlink()
+
+
+def test_tags_of_bundles_that_are_gone_and_loops_of_links_are_removed(store):
+    for target in ("gone", "mine"):
+        (store / "mine").symlink_to(target)
+        assert vlexport("bundles", "ls", "-o", store).code == 0, target
+        assert vlexport("bundles", "rm", "-o", store, "mine").code == 0, target
+        assert not (store / "mine").is_symlink(), target
+
+
 def test_a_bundle_that_is_being_built_stays(store):
     with FileLock(store / ".lock-old"):
         ran = vlexport("bundles", "rm", "-o", store, "--older-than", "1w", "--json")

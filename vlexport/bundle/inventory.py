@@ -12,7 +12,7 @@ from typing import Literal
 
 from vlexport.bundle.bundle import Bundle, Inspection
 from vlexport.bundle.files import MANIFEST_NAME, check_payload
-from vlexport.bundle.store import remove_entry, tags_of, unfinished
+from vlexport.bundle.store import is_tag, remove_entry, tags_of, unfinished
 from vlexport.bundle.user_folders import user_cache
 from vlexport.errors import BundleError, LockedError, RequestError
 
@@ -87,7 +87,7 @@ def _unfinished(into: Path) -> Iterator[Entry]:
 
 def _measured(path: Path) -> tuple[int, float]:
     try:
-        changed = path.stat().st_mtime
+        changed = path.lstat().st_mtime
         sizes = [file.lstat().st_size for file in (path, *path.rglob("*")) if not file.is_dir()]
     except FileNotFoundError:
         return 0, 0.0
@@ -102,7 +102,7 @@ def named(into: Path, names: Iterable[str], listed: list[Entry]) -> list[Entry]:
         is_path = any(mark in name for mark in (os.sep, os.altsep) if mark)
         path = Path(name) if is_path else into / name
         here = [entry for entry in listed if entry.kind == "bundle" and entry.path == path]
-        if path.is_symlink():
+        if is_tag(path):
             here = [Entry(kind="tag", path=path, num_bytes=0, age_seconds=_measured(path)[1])]
         elif not here:
             here = [entry for entry in _bundles(path.parent) if entry.path == path]

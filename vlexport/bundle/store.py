@@ -77,17 +77,25 @@ def entry_for(into: Path, build: BuildKey, model: str) -> Path:
 
 def tags_of(path: Path) -> list[Path]:
     """Return the links beside a bundle that name it."""
-    return [
-        link
-        for link in sorted(path.parent.iterdir())
-        if link.is_symlink() and link.resolve() == path.resolve()
-    ]
+    # `Path.resolve` raises for a loop of links, before Python 3.13.
+    real = os.path.realpath(path)
+    links = (link for link in sorted(path.parent.iterdir()) if link.is_symlink())
+    return [link for link in links if os.path.realpath(link) == real]
+
+
+def is_tag(link: Path) -> bool:
+    """Return whether this is a link to a bundle beside it, which may be gone."""
+    if not link.is_symlink():
+        return False
+    target = link.parent / link.readlink()
+    beside = os.path.realpath(target.parent) == os.path.realpath(link.parent)
+    return beside and (not target.exists() or (target / MANIFEST_NAME).is_file())
 
 
 def check_tag(into: Path, name: str) -> Path:
     """Return the link that a tag is; refuse a name that something else has."""
     link = into / check_part(name, "name")
-    if link.exists() and not link.is_symlink():
+    if os.path.lexists(link) and not is_tag(link):
         raise RequestError(f"{link}: no tag; expected a free name, or one that a tag has. Choose another.")
     return link
 
