@@ -8,6 +8,8 @@ import pytest
 from filelock import FileLock
 
 from tests.cli.lines import flip, own_copy, vlexport
+from vlexport.bundle import inventory
+from vlexport.errors import RequestError
 
 DAY = 86400
 
@@ -104,7 +106,8 @@ def test_bundles_go_by_name_age_and_size_the_oldest_first(store):
     ran = vlexport("bundles", "rm", "-o", store, "absent")
     assert (ran.code, "no bundle or tag" in ran.err, (store / "new").is_dir()) == (2, True, True)
     assert "nothing named" in vlexport("bundles", "rm", "-o", store).ends(2).err
-    ran = vlexport("bundles", "rm", store / "new", store / "new", "--json")
+    spellings = ("new", store / "new", store / ".." / "engines" / "new")
+    ran = vlexport("bundles", "rm", "-o", store, *spellings, "--json")
     assert (ran.code, names(ran, "removed")) == (0, ["new"])
     assert not (store / "link").is_symlink(), "tags go with their bundle"
     assert (store / "linked-from").is_dir()
@@ -118,6 +121,27 @@ def test_a_bundle_of_the_current_folder_goes_and_not_its_namesake(store, tmp_pat
     assert [each["path"] for each in ran.document["removed"]] == ["new"]
     assert ((tmp_path / "new").exists(), (store / "new").is_dir()) == (False, True)
     assert vlexport("bundles", "rm", "new", "--json").ends(0).document["removed"][0]["path"] == "engines/new"
+
+
+def test_a_name_that_cannot_be_removed_is_refused_before_anything_is(store):
+    (store / "new").rename(store / "new copy")
+    ran = vlexport("bundles", "rm", "-o", store, "--older-than", "1d").ends(2)
+    assert "entry name 'new copy' given" in ran.err
+    assert (store / "old").is_dir()
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_what_is_removed_before_an_error_is_listed(store, monkeypatch, options):
+    def fail(into, name):
+        if name == "new":
+            raise RequestError("no access")
+        remove_entry(into, name)
+
+    remove_entry = inventory.remove_entry
+    monkeypatch.setattr(inventory, "remove_entry", fail)
+    ran = vlexport("bundles", "rm", "-o", store, "--older-than", "1d", *options).ends(2)
+    assert "no access" in ran.err
+    assert (names(ran, "removed") if options else ran.lines) == (["old"] if options else [str(store / "old")])
 
 
 def test_a_tag_opens_its_bundle_moves_and_goes_alone(store):

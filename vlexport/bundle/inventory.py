@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from vlexport.bundle.bundle import Bundle, Inspection
-from vlexport.bundle.files import MANIFEST_NAME, check_payload
+from vlexport.bundle.files import MANIFEST_NAME, check_part, check_payload
 from vlexport.bundle.store import is_tag, remove_entry, tags_of, unfinished
 from vlexport.bundle.user_folders import user_cache
 from vlexport.errors import BundleError, LockedError, RequestError
@@ -137,6 +137,16 @@ def superfluous(
         going.append(staying.pop(0))
         rest -= going[-1].num_bytes
     return going
+
+
+def distinct(entries: Iterable[Entry]) -> list[Entry]:
+    """Return each place once, however it is spelled; refuse names that `remove` refuses."""
+    places = {}
+    for entry in entries:
+        if entry.kind == "bundle":
+            check_part(entry.path.name, "entry name")
+        places.setdefault(Path(os.path.realpath(entry.path.parent), entry.path.name), entry)
+    return list(places.values())
 
 
 def remove(entry: Entry) -> bool:

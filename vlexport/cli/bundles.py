@@ -10,7 +10,7 @@ import typer
 from vlexport.cli.options import BUNDLE, BUNDLES_DIR, JSON, argument, flag, option
 from vlexport.cli.output import data_is_out, print_line, show, show_json, show_table
 from vlexport.cli.progress import phases
-from vlexport.errors import BundleError, RequestError
+from vlexport.errors import BundleError, RequestError, VlexportError
 
 if TYPE_CHECKING:
     from vlexport.bundle.inventory import Entry
@@ -84,11 +84,8 @@ def remove_bundles(
     listed = inventory.bundles(folder)
     going = [entry for entry in listed if unfinished and entry.kind == "unfinished" and entry.problem]
     going += inventory.superfluous((entry for entry in listed if entry.kind == "bundle"), **limits)
-    for entry in inventory.named(folder, names or [], listed):
-        # One that is named twice, or is too old as well, goes once.
-        if entry.path not in [other.path for other in going]:
-            going.append(entry)
-    _remove("bundles rm", going, dry_run=dry_run, as_json=as_json)
+    going += inventory.named(folder, names or [], listed)
+    _remove("bundles rm", inventory.distinct(going), dry_run=dry_run, as_json=as_json)
 
 
 @bundles.command("tag")
@@ -147,8 +144,23 @@ def _limits(older_than: str | None, max_size: str | None) -> dict[str, Any]:
 def _remove(verb: str, going: list[Entry], *, dry_run: bool, as_json: bool) -> None:
     from vlexport.bundle.inventory import remove
 
-    gone = going if dry_run else [entry for entry in going if remove(entry)]
-    kept = [entry for entry in going if entry not in gone]
+    gone: list[Entry] = []
+    kept: list[Entry] = []
+    problem = None
+    try:
+        for entry in going:
+            (gone if dry_run or remove(entry) else kept).append(entry)
+    except VlexportError as error:
+        if not gone:
+            raise
+        problem = error
+    _show_removed(verb, gone, kept, dry_run=dry_run, as_json=as_json)
+    with data_is_out():
+        if problem is not None:
+            raise problem
+
+
+def _show_removed(verb: str, gone: list[Entry], kept: list[Entry], *, dry_run: bool, as_json: bool) -> None:
     if as_json:
         removed = {"dry_run": dry_run, "removed": list(map(_json, gone)), "bytes": _total(gone)}
         show_json(verb, {**removed, "in_use": list(map(_json, kept))})
