@@ -221,10 +221,24 @@ def test_a_bundle_of_every_schema_opens_or_is_refused_with_the_command_that_rebu
 
 def test_a_command_is_quoted_and_left_out_where_the_manifest_has_no_source():
     hostile = b'{"checkpoint": {"source": "a; rm -rf ~"}, "recipe": 3, "schema": 1}'
-    with pytest.raises(BundleError, match=r"vlexport build 'a; rm -rf ~' Build"):
+    with pytest.raises(BundleError, match=r"`vlexport build 'a; rm -rf ~'`\. Build"):
         Manifest.parse(hostile)
     with pytest.raises(BundleError, match=r"of an older version\. Build"):
         Manifest.parse(b'{"checkpoint": [], "schema": 1}')
+
+
+def test_the_command_for_an_older_bundle_names_its_commit_once_its_adapter_and_its_bounds(subtests):
+    commit = "a" * 40
+    for source, place in (
+        (f"org/name@{commit}", f"org/name@{commit}"),
+        (f"/hub/snapshots/{commit}", f"/hub/snapshots/{commit}"),
+    ):
+        checkpoint = {"source": source, "revision": commit, "adapter": {"source": "/lora"}}
+        older = {"checkpoint": checkpoint, "profile": {"name": "custom-1-784-4-0"}, "schema": 6}
+        bounds = "--min-pixels 1 --max-pixels 784 --max-images 4 --max-frames 0"
+        command = f"`vlexport build {place} --lora /lora {bounds}`."
+        with subtests.test(place), pytest.raises(BundleError, match=re.escape(command)):
+            Manifest.parse(json.dumps(older).encode())
 
 
 def test_the_page_names_every_field_and_schema():

@@ -7,18 +7,18 @@ import os
 import shlex
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
 from vlexport._build.sources import recipe_digest
 from vlexport.bundle import files
 from vlexport.bundle.files import MANIFEST_NAME, FileRecord
-from vlexport.bundle.manifest import Manifest, Verdict, shipped_or_file
+from vlexport.bundle.manifest import Manifest, Verdict, profile_options, shipped_or_file
 from vlexport.bundle.trust import Newer, Trust, Verdicts
 from vlexport.codec import MAX_BYTES, JsonObject, parse
 from vlexport.errors import BundleError, InputError, MisfitError, NoBundleError
-from vlexport.specs import PIXELS, MediaBounds
+from vlexport.specs import PIXELS
 from vlexport.target import Misfit, Target, fit
 
 Depth = Literal["full", "lazy"]
@@ -185,13 +185,7 @@ class Bundle:
             words += ["--targets", device or ",".join(map(str, targets))]
         if (chosen := manifest.options.get("device")) is not None:
             words += ["--device", str(chosen)]
-        bounds = MediaBounds.of(manifest.profile.name)
-        if bounds is None:
-            # Several profiles side by side are named together.
-            return shlex.join([*words, "--profile", manifest.profile.name.replace("+", ",")])
-        for bound in fields(bounds):
-            words += [f"--{bound.name.replace('_', '-')}", str(getattr(bounds, bound.name))]
-        return shlex.join(words)
+        return shlex.join([*words, *profile_options(manifest.profile.name)])
 
     def command(self, verb: str, *options: str) -> str:
         return command(self.path, self.manifest, verb, *options)

@@ -6,7 +6,7 @@ import hashlib
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
@@ -24,7 +24,7 @@ from vlexport.codec import (
     parse,
 )
 from vlexport.errors import BundleError, InputError
-from vlexport.specs import BYTES, DTYPES, PIXELS, ShapeProfile, TensorSpec
+from vlexport.specs import BYTES, DTYPES, PIXELS, MediaBounds, ShapeProfile, TensorSpec
 from vlexport.target import Target
 
 # 3: graphs of pruning and positions. 4: adapters and quantised checkpoints. 5: digests of parts of files.
@@ -99,9 +99,7 @@ class CheckpointIdentity:
     @property
     def place(self) -> str | Path:
         """Return what opens the checkpoint: a hub id with its commit, or a folder, never looked up there."""
-        if self.revision is None or Path(self.source).is_absolute():
-            return Path(self.source)
-        return f"{self.source.partition('@')[0]}@{self.revision}"
+        return _place(self.source, self.revision)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -308,6 +306,21 @@ def _check_schema(value: JsonObject) -> None:
         )
 
 
+def _place(source: str, revision: str | None) -> str | Path:
+    if revision is None or Path(source).is_absolute():
+        return Path(source)
+    return f"{source.partition('@')[0]}@{revision}"
+
+
+def profile_options(name: str) -> list[str]:
+    """Return the options of `build` for a profile: its bounds, or its name."""
+    if (bounds := MediaBounds.of(name)) is None:
+        # Several profiles side by side are named together.
+        return ["--profile", name.replace("+", ",")]
+    pairs = ((bound.name.replace("_", "-"), getattr(bounds, bound.name)) for bound in fields(bounds))
+    return [word for option, value in pairs for word in (f"--{option}", str(value))]
+
+
 def shipped_or_file(name: str) -> str:
     """Return the name of a shipped recipe; FILE for a private one, which is named by its file."""
     return name if not name or recipe_digest(name) is not None else "FILE"
@@ -320,17 +333,19 @@ def _rebuilt_by(value: JsonObject) -> str:
             node = node.get(key) if isinstance(node, Mapping) else None
         return node if isinstance(node, str) else ""
 
-    source = "@".join(filter(None, (text("checkpoint", "source"), text("checkpoint", "revision"))))
+    if not (source := text("checkpoint", "source")):
+        return ""
+    place = str(_place(source, text("checkpoint", "revision") or None))
     words = {
         "--recipe": shipped_or_file(text("recipe", "name")),
+        "--lora": text("checkpoint", "adapter", "source"),
         "--backend": text("target").partition("@")[0],
         "--dtype": text("precision", "dtype"),
         "--quantize": text("precision", "quantisation"),
-        "--profile": text("profile", "name").replace("+", ","),
     }
     options = [word for name, value in words.items() if value for word in (name, value)]
-    command = shlex.join(["vlexport", "build", source, *options])
-    return f" This command makes one of this version: {command}" if source else ""
+    options += profile_options(name) if (name := text("profile", "name")) else []
+    return f" This command makes one of this version: `{shlex.join(['vlexport', 'build', place, *options])}`."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
