@@ -102,3 +102,9 @@ def test_a_card_outside_the_checkpoint_is_not_read(tiny, tmp_path):
     (tmp_path / "other.md").write_text("---\nlicense: mit\n---\n")
     (tiny / "README.md").symlink_to(tmp_path / "other.md")
     assert licence_of(Checkpoint.open(tiny)) is None
+
+
+def test_a_card_that_links_to_itself_is_none_whatever_its_folder_is_called(tiny, tmp_path):
+    checkpoint = tiny.rename(tmp_path / "out of memory")
+    (checkpoint / "README.md").symlink_to("README.md")
+    assert licence_of(Checkpoint.open(checkpoint)) is None

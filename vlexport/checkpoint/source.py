@@ -173,7 +173,8 @@ def open_inside(folder: Path, name: str) -> BufferedReader:
             f"Put all files of a checkpoint side by side."
         )
     try:
-        real = path.resolve(strict=True)
+        # `Path.resolve` raises a RuntimeError with the path in it for a loop of links, before Python 3.13.
+        real = Path(os.path.realpath(path, strict=True))
         if not real.is_relative_to(link_root(folder)):
             raise CheckpointError(
                 f"{path} is a link to {real}, outside the checkpoint; expected files inside it. Copy the "
@@ -182,7 +183,7 @@ def open_inside(folder: Path, name: str) -> BufferedReader:
         if not stat.S_ISREG(real.stat().st_mode):
             raise CheckpointError(f"{path} is not a regular file; expected one. Put the file itself there.")
         return real.open("rb")
-    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
+    except OSError as error:
         raise shortage(error) or CheckpointError(
             f"{path} cannot be read ({reason(error)}); expected a readable file. Check the file and its "
             f"rights."
