@@ -290,7 +290,11 @@ def test_one_adapter_at_a_time(tmp_path):
 
 def test_a_folder_that_is_no_adapter_is_named(tmp_path):
     case = trained(tmp_path)
-    for given, words in ((tmp_path / "none", "does not exist"), (case.base, "holds no adapter_config.json")):
+    for given, words in (
+        (tmp_path / "none", "does not exist"),
+        ("~an-unknown-user/lora", "does not exist"),
+        (case.base, "holds no adapter_config.json"),
+    ):
         with pytest.raises(VlexportError, match=words):
             Adapter.open(given)
 

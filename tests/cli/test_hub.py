@@ -135,7 +135,12 @@ def test_a_copy_that_was_damaged_since_is_replaced(repository, tmp_path, how, ca
 
 def test_what_is_no_repository_or_has_several_bundles_is_refused(repository, tmp_path):
     (tmp_path / "empty").mkdir()
-    for source, words in ((tmp_path / "empty", "0 bundles there"), ("nowhere", "org/name on the Hub")):
+    for source, words in (
+        ("nowhere", "org/name on the Hub"),
+        ("~an-unknown-user/hub", "no user of this name"),
+        (tmp_path / "empty", "0 bundles there"),
+    ):
+        assert not (tmp_path / "mine").exists()
         with pytest.raises(RequestError, match=words):
             hub.pull(str(source), output_dir=tmp_path / "mine")
     shutil.copytree(repository / "entry", repository / "second")

@@ -96,9 +96,9 @@ def pull(
         vlexport.load(pulled.bundle, trust=DIGEST_THAT_ITS_BUILDER_PUBLISHED)
     """
     progress("copy", 0.0)
-    into = Path(output_dir)
+    into, local = Path(output_dir), _local(source)
     make_folder(into)
-    with _fetched(source, name, into) as (root, folder):
+    with _fetched(source, name, local, into) as (root, folder):
         raw = read_file(root / folder, MANIFEST_NAME, MAX_BYTES)
         manifest, digest = Manifest.parse(raw), hashlib.sha256(raw).hexdigest()
         path = into / folder
@@ -122,7 +122,10 @@ vlexport trust {shlex.quote(f"engines/{plain(name)}")} {bundle.digest}
 
 
 def _local(place: str) -> Path | None:
-    path = Path(place).expanduser()
+    try:
+        path = Path(place).expanduser()
+    except RuntimeError as error:
+        raise RequestError(f"{place}: no user of this name here; the path of a folder expected.") from error
     is_path = path.is_absolute() or place.startswith((".", "~")) or path.is_dir()
     if not is_path and place.partition("@")[0].count("/") != 1:
         raise RequestError(
@@ -172,9 +175,9 @@ def _copy(source: Path, manifest: Manifest, raw: bytes, path: Path) -> None:
 
 
 @contextmanager
-def _fetched(source: str, name: str | None, into: Path) -> Iterator[tuple[Path, str]]:
-    if (root := _local(source)) is not None:
-        yield root, _one(root, name, source)
+def _fetched(source: str, name: str | None, local: Path | None, into: Path) -> Iterator[tuple[Path, str]]:
+    if local is not None:
+        yield local, _one(local, name, source)
         return
     hub_id, _, revision = source.partition("@")
     snapshot = download(hub_id, revision or "main", [f"*/{MANIFEST_NAME}"])

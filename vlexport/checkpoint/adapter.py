@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -85,7 +86,7 @@ class Adapter:
 
     @classmethod
     def open(cls, source: str | Path) -> Adapter:
-        folder = Path(source).expanduser()
+        folder = Path(os.path.expanduser(source))  # noqa: PTH111  the home of an unknown user stays as typed
         _check_folder(folder)
         settings = read_config(folder, CONFIG)
         _check_settings(settings)
