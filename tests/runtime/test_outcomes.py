@@ -428,3 +428,25 @@ def test_preprocessed_items_with_numbers_that_are_none_are_refused(pipeline):
         item.patches[3, 5] = value
         with pytest.raises(InputError, match=r"image patches: .* with NaN or infinite"):
             pipeline.encode_items([item])
+
+
+def test_preprocessed_items_of_no_kind_or_with_a_grid_or_cells_that_are_none_are_refused(pipeline, subtests):
+    item = replace(pipeline.preprocess(image(0, 56, 84)), cells=torch.arange(6))
+    cells = [
+        [0, 1, 2, 3, 4, 6],
+        [-1, 0, 1, 2, 3, 4],
+        [0, 1, 1, 2, 3, 4],
+        [5, 4, 3, 2, 1, 0],
+        [[0, 1, 2, 3, 4, 5]],
+    ]
+    wrong = {"kind": ["audio"], "grid": [(1, 4.0, 6), (1, "4", 6), (1, 4), None]}
+    wrong["cells"] = [
+        *map(torch.tensor, cells),
+        torch.arange(6).int(),
+        torch.arange(6.0),
+        torch.ones(6).bool(),
+    ]
+    for name, values in wrong.items():
+        for value in values:
+            with subtests.test(f"{name} {value}"), pytest.raises(InputError, match=f"{name}.* given"):
+                pipeline.encode_items([replace(item, **{name: value}), item])

@@ -31,7 +31,7 @@ from vlexport.runtime.generate import (
 )
 from vlexport.runtime.onednn_linear import bound_caches
 from vlexport.runtime.outputs import Answer, Encoded, attempt, attempt_all, counted, value_of
-from vlexport.runtime.preprocess import MediaReader, check_patches
+from vlexport.runtime.preprocess import MediaReader, check_item
 from vlexport.runtime.prune import Pruner
 from vlexport.runtime.request import NOTHING, EncoderInput, Message, Request, many
 from vlexport.runtime.video_stream import StreamOptions, VideoStream
@@ -314,7 +314,7 @@ class Pipeline:
     def encode_items(self, items: Sequence[MediaItem]) -> list[Encoded]:
         """Encode preprocessed items in one engine call; only finite pixels, or bytes, are taken."""
         for item in items:
-            check_patches(self.session, checked("items", item, MediaItem))
+            check_item(self.session, checked("items", item, MediaItem))
         return self.session.run(items)
 
     def require_generator(self) -> AnswerGenerator:

@@ -29,7 +29,7 @@ from vlexport.runtime.encoder import EngineSession
 from vlexport.runtime.outputs import Encoded
 from vlexport.runtime.prompt import Prompter
 from vlexport.runtime.prune import Pruner
-from vlexport.runtime.request import EncoderInput, Request, RequestLimits, RequestState, Source
+from vlexport.runtime.request import KINDS, EncoderInput, Request, RequestLimits, RequestState, Source
 from vlexport.specs import MediaItem, Pixels
 from vlexport.vision.attention.segmentation import take_cells
 from vlexport.vision.grid_tower import GridPacking
@@ -182,10 +182,7 @@ class MediaReader:
 
     def _check_item(self, kind: str, item: MediaItem) -> None:
         _check_kind(kind, item.kind)
-        _check_grid(kind, item.grid)
-        check_patches(self.session, item)
-        if item.cells is not None:
-            _check_kept(item.cells, math.prod(item.grid) // self.session.packing.unit)
+        check_item(self.session, item)
         if item.patches.is_floating_point() and item.patches.dtype != torch.float32:
             raise InputError(f"{kind} patches: {item.patches.dtype} given, torch.float32 expected.")
         # What the family refuses, it refuses here, before the item shares a call with others.
@@ -266,8 +263,13 @@ def naming(source: object) -> Iterator[None]:
         raise LimitError(f"{source}: {error}") from error
 
 
-def check_patches(session: EngineSession, item: MediaItem) -> None:
-    """Refuse rows of another width or dtype than the tower's preprocessing gives."""
+def check_item(session: EngineSession, item: MediaItem) -> None:
+    """Refuse a kind, grid or cells that no item has, and rows of another width or dtype than the tower's."""
+    if item.kind not in KINDS:
+        raise InputError(f"an item of kind {item.kind!r} given, {' or '.join(KINDS)} expected.")
+    _check_grid(item.kind, item.grid)
+    if item.cells is not None:
+        _check_kept(item.cells, math.prod(item.grid) // session.packing.unit, "cells")
     width, in_bytes = session.packing.row_width, session.packing.levels is not None
     check_rows(f"{item.kind} patches", item.patches, width, in_bytes=in_bytes)
 
@@ -293,12 +295,12 @@ def check_rows(name: str, rows: object, width: object, *, in_bytes: bool = False
         )
 
 
-def _check_kept(kept: object, total: int) -> None:
+def _check_kept(kept: object, total: int, name: str = "kept") -> None:
     fine = isinstance(kept, Tensor) and not unreadable(kept) and kept.dtype == torch.int64
     fine = fine and kept.ndim == 1 and len(kept) > 0  # type: ignore[attr-defined, arg-type]
     if not fine or kept[0] < 0 or kept[-1] >= total or not (kept.diff() > 0).all():  # type: ignore[index, attr-defined]
         raise InputError(
-            f"kept: {_name(kept)} given, ascending int64 indices below {total} expected, as `encode` gives "
+            f"{name}: {_name(kept)} given, ascending int64 indices below {total} expected, as `encode` gives "
             "them."
         )
 
