@@ -105,7 +105,7 @@ def preprocess(config: Config, pixels: Pixels) -> MediaItem:
     """Shrink an image to the largest number of patches, fill it up with black, cut it row by row."""
     if pixels.kind != "image" or len(pixels.frames) != 1:
         raise InputError(f"{pixels.kind} of {len(pixels.frames)} frames given. {IMAGES_ONLY}")
-    rule, frames_1CHW = config.rule, channels_first(pixels.frames)
+    rule, frames_1CHW = config.rule, channels_first(pixels)
     height, width = frames_1CHW.shape[2:]
     rows, columns = resized(height, width, rule)
     if (rows, columns) != (height, width):

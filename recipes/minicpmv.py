@@ -331,10 +331,8 @@ def preprocess(config: Config, pixels: Pixels) -> MediaItem:
 
 
 def to_slices(rule: SliceRule, pixels: Pixels) -> MediaItem:
-    frames_TCHW = channels_first(pixels.frames)
+    frames_TCHW = channels_first(pixels)
     size = (frames_TCHW.shape[2], frames_TCHW.shape[3])
-    if pixels.kind == "image" and len(frames_TCHW) != 1:
-        raise InputError(f"an image has one frame, {len(frames_TCHW)} given. Pass it as a video.")
     cut = best_cut(size, rule.side, rule.max_cells) if pixels.kind == "image" else None
     whole = fitted(*size, rule, enlarge=cut is None)
     parts = [_rows(rule, _resized(frames_TCHW, whole))]

@@ -208,7 +208,7 @@ def resolution_bounds(image: ConfigView, video: ConfigView, merge: int) -> tuple
 
 def preprocess(config: Config, pixels: Pixels) -> MediaItem:
     """Resize in float32, so that overshoot stays, and cut row by row; an odd last frame is repeated."""
-    rule, frames_TCHW = config.rule, channels_first(pixels.frames)
+    rule, frames_TCHW = config.rule, channels_first(pixels)
     height, width = frames_TCHW.shape[2:]
     if max(height, width) > MAX_ASPECT * min(height, width):
         raise LimitError(
@@ -216,8 +216,6 @@ def preprocess(config: Config, pixels: Pixels) -> MediaItem:
             "Crop or pad it."
         )
     is_image, levels = pixels.kind == "image", rule.levels
-    if is_image and len(frames_TCHW) != 1:
-        raise InputError(f"an image of {len(frames_TCHW)} frames given, one expected. Pass it as a video.")
     keeps_resolution = is_image and not config.tiles
     if keeps_resolution:
         sides = image_sides(height, width, rule)

@@ -133,8 +133,9 @@ FRAMES = r"uint8 \[frames, height, width, 3\] expected"
         (Pixels(kind="image", frames=noise(1, 3, 4, 4)), FRAMES),
         (Pixels(kind="image", frames=noise(1, 4, 4, 4)), FRAMES),
         (Pixels(kind="video", frames=noise(0, 4, 4, 3)), "at least one pixel"),
+        (Pixels(kind="image", frames=noise(2, 4, 4, 3)), "an image has one frame, 2 given"),
     ],
-    ids=["floats", "no frames", "channels first", "alpha", "no pixels"],
+    ids=["floats", "no frames", "channels first", "alpha", "no pixels", "two frames"],
 )
 def test_pixels_of_another_form_are_refused(pixels, words):
     with pytest.raises(InputError, match=words):

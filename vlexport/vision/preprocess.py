@@ -287,8 +287,9 @@ def to_patches(rule: PatchRule, pixels: Pixels) -> MediaItem:
     )
 
 
-def channels_first(frames_THWC: Tensor) -> Tensor:
-    """Return frames as [T, 3, H, W]; refuse what is not RGB bytes."""
+def channels_first(pixels: Pixels) -> Tensor:
+    """Return frames as [T, 3, H, W]; refuse what is not RGB bytes, and images of several frames."""
+    frames_THWC = pixels.frames
     if frames_THWC.dtype != torch.uint8 or frames_THWC.ndim != 4 or frames_THWC.shape[-1] != 3:
         raise InputError(
             f"frames: {frames_THWC.dtype} {list(frames_THWC.shape)} given, "
@@ -298,11 +299,13 @@ def channels_first(frames_THWC: Tensor) -> Tensor:
         raise InputError(
             f"frames: {list(frames_THWC.shape)} given, at least one pixel of one frame expected."
         )
+    if pixels.kind == "image" and len(frames_THWC) != 1:
+        raise InputError(f"an image has one frame, {len(frames_THWC)} given. Pass it as a video.")
     return frames_THWC.permute(0, 3, 1, 2)
 
 
 def _resize(rule: PatchRule, pixels: Pixels) -> Tensor:
-    frames_TCHW = channels_first(pixels.frames)
+    frames_TCHW = channels_first(pixels)
     size = pixels.size or resized_sides(rule, pixels.kind, len(frames_TCHW), *frames_TCHW.shape[2:])
     if size == frames_TCHW.shape[2:]:
         return frames_TCHW

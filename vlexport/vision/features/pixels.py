@@ -116,7 +116,7 @@ class Processor:
         from PIL import Image
 
         processor = self.made()
-        frames = channels_first(pixels.frames).permute(0, 2, 3, 1).cpu().numpy()
+        frames = channels_first(pixels).permute(0, 2, 3, 1).cpu().numpy()
         try:
             return [processor(Image.fromarray(frame), return_tensors="pt") for frame in frames]
         except UNEXPECTED as error:
