@@ -10,6 +10,7 @@ import random
 import threading
 from bisect import bisect_right
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -491,8 +492,11 @@ def test_what_a_stream_cannot_do_is_refused_at_its_start(pipeline, pipelines, su
             pipeline.watch(**options)
     with pipelines("qwen3_vl eager").watch() as stream, pytest.raises(InputError, match="expected_frames"):
         stream.push(np.zeros((64, 96, 3), np.uint8))
-    with pipelines("nemotron_vl eager") as other, pytest.raises(UnsupportedError, match="Leave it out"):
-        other.watch(size=(64, 64))
+    with pipelines("nemotron_vl eager") as other:
+        sized = replace(image(0), size=(64, 64))
+        for call in (partial(other.watch, size=(64, 64)), partial(other.encode, sized)):
+            with pytest.raises(UnsupportedError, match="Leave it out"):
+                call()
     with pipeline.watch() as stream:
         with pytest.raises(InputError, match="push more frames"):
             stream.ask(WORDS)

@@ -122,6 +122,7 @@ def test_patches_of_frames_on_a_gpu_stay_there_and_are_within_two_grey_levels():
     assert levels.max() <= 2.001
 
 
+NO_SIZES: tuple[Any, ...] = ((50, 50), (0, 28), (28, -28), (28.0, 28), (28,), (), 56)
 FRAMES = r"uint8 \[frames, height, width, 3\] expected"
 
 
@@ -134,8 +135,9 @@ FRAMES = r"uint8 \[frames, height, width, 3\] expected"
         (Pixels(kind="image", frames=noise(1, 4, 4, 4)), FRAMES),
         (Pixels(kind="video", frames=noise(0, 4, 4, 3)), "at least one pixel"),
         (Pixels(kind="image", frames=noise(2, 4, 4, 3)), "an image has one frame, 2 given"),
+        *((dataclasses.replace(image(56, 84), size=size), "multiples of 28 expected") for size in NO_SIZES),
     ],
-    ids=["floats", "no frames", "channels first", "alpha", "no pixels", "two frames"],
+    ids=["floats", "no frames", "channels first", "alpha", "no pixels", "two frames", *map(str, NO_SIZES)],
 )
 def test_pixels_of_another_form_are_refused(pixels, words):
     with pytest.raises(InputError, match=words):

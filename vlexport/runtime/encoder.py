@@ -21,7 +21,7 @@ from torch.profiler import record_function
 from vlexport.backends import Engine, Options, Progress, log_progress
 from vlexport.bundle import Bundle
 from vlexport.codec import check_fields
-from vlexport.errors import InputError, LimitError, VlexportError
+from vlexport.errors import InputError, LimitError, UnsupportedError, VlexportError
 from vlexport.recipe import Recipe
 from vlexport.runtime.embedding_cache import EmbeddingCache, copied
 from vlexport.runtime.opening import config_of, open_engine, recipe_of
@@ -138,6 +138,8 @@ class EngineSession:
 
     def preprocess(self, pixels: Pixels) -> MediaItem:
         """Return an item for the engine; refuse an image that no call takes, naming a size that one does."""
+        if pixels.size is not None:
+            self.require_sizes()
         item = self.recipe.preprocess(self.config, pixels)
         if pixels.kind == "image" and self.num_tokens(item) > self.largest_call:
             height, width = pixels.frames.shape[1:3]
@@ -149,6 +151,13 @@ class EngineSession:
                 f"profile '{name}' (at most {self.largest_call}); {legal}, or build with a larger profile."
             )
         return item
+
+    def require_sizes(self) -> None:
+        """Refuse a size to resize to where the family has no choice of it."""
+        if not self.packing.takes_cells:
+            raise UnsupportedError(
+                f"size: recipe '{self.recipe.name}' resizes frames by its own rule alone. Leave it out."
+            )
 
     def _largest_size(self, pixels: Pixels) -> tuple[int, int]:
         """Return height and width of the largest image of this shape that fits a call; zeros if none does."""

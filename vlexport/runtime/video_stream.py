@@ -408,11 +408,7 @@ class VideoStream:
         if self.options.size is None:
             return None
         width, height = self.options.size
-        if not self.packing.takes_cells:
-            raise UnsupportedError(
-                f"size: recipe '{self.session.recipe.name}' resizes frames to one number of patches. "
-                "Leave it out."
-            )
+        self.session.require_sizes()
         side = self.packing.rule.patch * self.packing.merge
         if min(width, height) < side or width % side or height % side:
             near = [max(side, round(each / side) * side) for each in (width, height)]

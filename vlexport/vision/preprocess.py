@@ -305,8 +305,16 @@ def channels_first(pixels: Pixels) -> Tensor:
 
 
 def _resize(rule: PatchRule, pixels: Pixels) -> Tensor:
-    frames_TCHW = channels_first(pixels)
-    size = pixels.size or resized_sides(rule, pixels.kind, len(frames_TCHW), *frames_TCHW.shape[2:])
+    frames_TCHW, factor = channels_first(pixels), rule.patch * rule.merge
+    size = pixels.size
+    if size is None:
+        size = resized_sides(rule, pixels.kind, len(frames_TCHW), *frames_TCHW.shape[2:])
+    elif (
+        not isinstance(size, tuple)
+        or len(size) != 2
+        or any(type(side) is not int or side < factor or side % factor for side in size)
+    ):
+        raise InputError(f"size: {size} given, rows and columns of pixels in multiples of {factor} expected.")
     if size == frames_TCHW.shape[2:]:
         return frames_TCHW
     return resample(frames_TCHW, *size, RESAMPLE_MODES[rule.resample])
