@@ -248,6 +248,23 @@ def test_frames_with_times_are_those_shown_at_each_step():
         assert taken == [bisect_right(times, step / fps + 1e-7) - 1 for step in range(steps)]
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        torch.Tensor.numpy,
+        torch.Tensor.detach,
+        lambda buffer: Pixels(kind="image", frames=buffer[None]),
+    ],
+)
+def test_a_buffer_may_be_written_again_once_it_was_pushed(given, pipeline):
+    clip, buffer = video(9, frames=4), torch.empty(56, 84, 3, dtype=torch.uint8)
+    with pipeline.watch(fps=2) as stream:
+        for frame in clip.frames:
+            stream.push(given(buffer.copy_(frame)))
+        (whole,) = pipeline.encode(videos=[clip])
+        torch.testing.assert_close(stream.encoded.embeds, whole.embeds, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize(("begun", "late"), [(0.0, 3600.5), (0.0, 1.7e9), (-1e308, 1e308)])
 def test_a_leap_in_time_is_refused_and_costs_nothing(begun, late):
     clock = Clock(2.0, "resample", 3600.0)

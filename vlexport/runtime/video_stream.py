@@ -257,12 +257,13 @@ class VideoStream:
     def push(self, frame: ImageSource, seconds: float | None = None) -> None:
         """Take the next frame; a refused one leaves the stream as it was.
 
-        frame    a path, bytes, a PIL image, an array or a tensor, all of one size
+        frame    a path, bytes, a PIL image, an array or a tensor, all of one size; it is copied
         seconds  when it was shown; without times, frames are those of the stream's rate
 
         An error of an earlier group, which was encoded meanwhile, is raised once the frame is taken.
         """
-        pixels = read_pixels("image", frame, None, self.options.limits).frames
+        # Cameras write the next frame over the last one.
+        pixels = read_pixels("image", frame, None, self.options.limits).frames.clone()
         with self._pushing:
             self._require_open()
             if self._shape is not None and pixels.shape != self._shape:
