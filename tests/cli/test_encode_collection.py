@@ -128,7 +128,8 @@ def test_a_run_goes_on_with_what_has_no_sound_shard(shelf):
     assert sorted(whole)[2:] == [f"shard-{at:06}.safetensors" for at in range(4)]
     (out / "shard-000000.safetensors").unlink()
     (out / "shard-000002.safetensors").write_bytes(whole["shard-000002.safetensors"][:-1])
-    (out / ".shard-000003.safetensors.0123").write_bytes(b"half")
+    (out / ".shard-000003.safetensors.0123456789abcdef").write_bytes(b"half")
+    (out / ".shard-notes").write_bytes(b"of a user")
     with (out / "index.jsonl").open("a") as file:
         file.write('{"item": "item.')
     kept = (out / "shard-000001.safetensors").stat()
@@ -138,7 +139,7 @@ def test_a_run_goes_on_with_what_has_no_sound_shard(shelf):
     }  # fmt: skip
     assert contents(out) == whole
     assert (out / "shard-000001.safetensors").stat() == kept
-    assert [path.name for path in out.iterdir() if path.name[0] == "."] == [".lock"]
+    assert {path.name for path in out.iterdir() if path.name[0] == "."} == {".lock", ".shard-notes"}
 
 
 @pytest.mark.seconds
@@ -252,7 +253,11 @@ def test_what_does_not_fit_the_folder_is_refused(built, shelf, bundle, image):
         ((), 2, "nothing to encode"),
     ):
         assert reason in shelf(*words).ends(code).err
+    own = [Path("photos", name) for name in (".tmp-notes", ".tmp012345", ".index.jsonl.bak")]
+    for path in own:
+        path.write_bytes(b"of a user")
     assert "holds other files" in shelf("--image", image, out="photos").err
+    assert {path for path in Path("photos").iterdir() if path.name[0] == "."} == {*own}
     assert "neither --output nor" in vlexport("encode", built, "--image", image).err
     assert contents(Path("out")) == before
     with FileLock("out/.lock"):

@@ -49,7 +49,11 @@ logger = logging.getLogger(__name__)
 SCHEMA = 1
 SETTINGS, INDEX, LOCK = "collection.json", "index.jsonl", ".lock"
 # Of a run that was killed: what takes the place of a file when it is whole, ours and that of safetensors.
-LEFTOVERS = (".shard-*", f".{INDEX}.*", f".{SETTINGS}.*", ".tmp*")
+_HEX = 16 * "[0-9a-f]"
+LEFTOVERS = (
+    *(f".{name}.{_HEX}" for name in ("shard-[0-9]*.safetensors", INDEX, SETTINGS)),
+    ".tmp" + 6 * "[0-9A-Za-z]",
+)
 # A longer list waits in a temporary file.
 LIST_BYTES_IN_MEMORY = 64 * 2**20
 # What a record has from the list: path, kind and name of an item.
@@ -193,6 +197,7 @@ class Collection:
             collection._list(items)
             with explained(into):
                 into.mkdir(parents=True, exist_ok=True)
+                _check_contents(into)
                 stack.callback(_lock(into).release)
                 collection._settle()
                 collection._index(_has_changed)
@@ -253,18 +258,11 @@ class Collection:
             raise InputError("an empty list: at least one image or video is expected.")
 
     def _settle(self) -> None:
-        """Refuse a folder with other contents; note what this one is made by; remove what a kill left."""
+        """Note what this folder is made by, or refuse one that is made otherwise; remove what a kill left."""
         path = self.folder / SETTINGS
-        for leftover in itertools.chain.from_iterable(map(self.folder.glob, LEFTOVERS)):
-            leftover.unlink(missing_ok=True)
         if not path.exists():
-            if any(file.name[0] != "." for file in self.folder.iterdir()):
-                raise InputError(
-                    f"{self.folder}: holds other files and no {SETTINGS}. Give a new or an empty folder."
-                )
             with _replaced(path) as file:
                 file.write(json.dumps(self.made_by, indent=2) + "\n")
-            return
         try:
             stored = {str(name): str(value) for name, value in json.loads(path.read_bytes()).items()}
         except (ValueError, AttributeError, RecursionError) as error:
@@ -276,6 +274,8 @@ class Collection:
                     f"{self.folder}: made with {name} {before:.64}, and now {now:.64} is given. Go on with "
                     "the bundle and the options of the first run, or give another folder."
                 )
+        for leftover in itertools.chain.from_iterable(map(self.folder.glob, LEFTOVERS)):
+            leftover.unlink(missing_ok=True)
 
     def _index(self, has_changed: Callable[[Record, int], bool] = lambda *_: False) -> Outcomes:
         missing, failed, num_failed, self.num_missing = [], list[Record](), 0, 0
@@ -487,6 +487,13 @@ def explained(folder: Path) -> Iterator[None]:
         raise shortage(error, folder) or InputError(
             f"{folder}: cannot be written ({error.strerror or error}). Name a folder that you may write to."
         ) from error
+
+
+def _check_contents(folder: Path) -> None:
+    """Refuse a folder of other files, in which nothing is written or removed."""
+    names = {file.name for file in folder.iterdir()}
+    if SETTINGS not in names and any(name[0] != "." for name in names):
+        raise InputError(f"{folder}: holds other files and no {SETTINGS}. Give a new or an empty folder.")
 
 
 def _lock(folder: Path) -> FileLock:
