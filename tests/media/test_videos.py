@@ -1,5 +1,6 @@
 """Video files that can be read: the right frames, upright, at the right rate."""
 
+import os
 import struct
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 
 from tests.media.made_videos import box_field, frames, grey, video
 from vlexport.errors import LimitError
-from vlexport.media import MediaLimits, Sampling, read_video
+from vlexport.media import MediaLimits, Sampling, read_video, video_frames
 
 # Neighbouring greys are 37 apart; the codecs below blur a flat picture by at most 4 (measured).
 BLUR = 6
@@ -98,11 +99,13 @@ def test_a_video_taken_on_its_side_is_turned_upright(matrix, turns):
 
 @pytest.mark.seconds
 def test_the_content_decides_and_not_the_name(tmp_path):
-    for name in ("video.png", "video", "a video with spaces.mkv", "-video.mp4"):
+    names = ("video.png", "video", "a video with spaces.mkv", "-video.mp4", os.fsdecode(b"no UTF-8 \xff.mp4"))
+    for name in names:
         path = tmp_path / name
         path.write_bytes(video())
         given = path if "." in name else str(path)
         assert shows(read_video(given, fps=5.0), range(0, 20, 2)), name
+    assert len(list(video_frames(path, fps=5.0))) == 10
 
 
 def test_the_colours_are_rgb():

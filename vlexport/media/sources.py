@@ -57,8 +57,10 @@ def _read_open_file(file: io.IOBase, limits: MediaLimits) -> bytes:
 
 
 def name_of(source: Path | str | bytes) -> str:
-    """Return the name of a source in messages, without its content."""
-    return f"{len(source)} bytes" if isinstance(source, bytes) else str(source)
+    """Return the name of a source in messages, without its content, as valid UTF-8."""
+    if isinstance(source, bytes):
+        return f"{len(source)} bytes"
+    return str(source).encode("utf-8", "backslashreplace").decode()
 
 
 def open_source(source: Path | str | bytes, limits: MediaLimits) -> BinaryIO:
