@@ -56,8 +56,8 @@ def write_parquet(shard: Path) -> None:
             with parquet.ParquetWriter(out, schema) as writer:
                 for record in json.loads(metadata["items"]):
                     error = record.get("error", {}).get("message")
-                    values = {name: arrow.array([record.get(name)], kind) for name, kind in fields}
-                    values["error"] = arrow.array([error], arrow.string())
+                    values = {name: arrow.array([_valid(record.get(name))], kind) for name, kind in fields}
+                    values["error"] = arrow.array([_valid(error)], arrow.string())
                     of_item = tensors.get(record["item"], {})
                     for column, kind in columns.items():
                         name = of_item.get(column)
@@ -76,6 +76,11 @@ def _is_of(path: Path, metadata: dict[str, str]) -> bool:
     except (OSError, pyarrow.ArrowInvalid):
         return False
     return all(written.get(name.encode()) == value.encode() for name, value in metadata.items())
+
+
+def _valid(value: Any) -> Any:
+    """Return a value with bytes of file names that are no UTF-8, which Parquet does not hold, escaped."""
+    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
 
 
 def _row(tensor: Tensor) -> Any:
