@@ -72,9 +72,19 @@ def test_a_wrong_line_costs_itself_alone_and_is_named(task, subtests):
             assert message in str(found["line 2"])
 
 
+def test_ids_that_look_like_numbers_of_lines_lose_no_question(task):
+    for lines in ([{**GOOD, "id": "line 2"}, "{"], ["{", {**GOOD, "id": "line 1"}]):
+        (name, question), (other, error) = task(*lines).items()
+        assert isinstance(question, Question)
+        assert isinstance(error, InputError)
+        assert other == f"task.jsonl, {name}"
+
+
 def test_a_file_that_is_absent_or_empty_is_refused(task, tmp_path):
     with pytest.raises(RequestError, match="No such file or directory; a task file of JSON lines expected"):
         read_task(tmp_path / "absent.jsonl")
+    with pytest.raises(RequestError, match="not a path; a task file of JSON lines expected"):
+        read_task(tmp_path / "a\0b.jsonl")
     with pytest.raises(RequestError, match="empty; a question a line expected"):
         task("", " ")
 

@@ -68,14 +68,16 @@ def _plain(answer: str) -> str:
 
 
 def read_task(path: Path) -> dict[str, Question | VlexportError]:
-    """Return the questions of a file by id, and `line N` with the reason for each line that is none."""
+    """Return the questions of a file by id, then `line N` with the reason for each line that is none."""
     try:
         lines = path.read_bytes().splitlines()
-    except OSError as error:
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a path"
         raise shortage(error) or RequestError(
-            f"{path}: {error.strerror}; a task file of JSON lines expected."
+            f"{path}: {reason}; a task file of JSON lines expected."
         ) from error
     questions: dict[str, Question | VlexportError] = {}
+    errors: dict[str, InputError] = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -85,7 +87,13 @@ def read_task(path: Path) -> dict[str, Question | VlexportError]:
                 raise InputError(f"id: '{question.id}' given a second time.")
             questions[question.id] = question
         except InputError as error:
-            questions[f"line {number}"] = InputError(f"{path}, line {number}: {error}")
+            errors[f"line {number}"] = InputError(f"{path}, line {number}: {error}")
+    for name, refused in errors.items():
+        free = name
+        # An id may be of this form too.
+        while free in questions:
+            free = f"{path.name}, {free}"
+        questions[free] = refused
     if not questions:
         raise RequestError(f"{path}: empty; a question a line expected, each a JSON object.")
     return questions
