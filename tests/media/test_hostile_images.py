@@ -6,6 +6,7 @@ import io
 import os
 import random
 import struct
+import subprocess
 import warnings
 import zlib
 from pathlib import Path
@@ -258,6 +259,15 @@ def test_an_open_file_is_read_from_its_start_and_left_where_it_was(tmp_path):
         read_image(file)
     with path.open(encoding="latin-1") as file, pytest.raises(MediaError, match="opened as text"):
         read_image(file)
+
+
+def test_a_high_limit_of_bytes_takes_no_memory_and_an_unbuffered_pipe_is_read_to_its_end(tmp_path):
+    path = tmp_path / "picture.png"
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (300, 300, 3), np.uint8)).save(path)
+    frames, limits = read_image(path).frames, MediaLimits(max_file_bytes=2**63 - 1)
+    assert torch.equal(read_image(path, limits).frames, frames)
+    with subprocess.Popen(["cat", path], stdout=subprocess.PIPE, bufsize=0) as pipe:
+        assert torch.equal(read_image(pipe.stdout, limits).frames, frames)
 
 
 def test_a_file_over_the_limit_is_refused_before_it_is_read(tmp_path):

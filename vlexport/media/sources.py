@@ -8,6 +8,7 @@ import os
 import re
 import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -18,6 +19,7 @@ from vlexport.system import shortage
 # `Path("https://host")` has one slash left. A drive letter is one letter, a scheme is more.
 URL = re.compile(r"(?:[A-Za-z][A-Za-z0-9+.\-]+:/|data:)")
 _ONE_SLASH = re.compile(r"^([^/]+:/)(?!/)")
+BLOCK = 2**20
 _BASE64 = re.compile(r"data:[^,]{0,200};base64,", re.IGNORECASE)
 
 
@@ -44,16 +46,25 @@ def _read_open_file(file: io.IOBase, limits: MediaLimits) -> bytes:
         start = file.tell() if file.seekable() else None
         if start is not None:
             file.seek(0)
-        data = file.read(limits.max_file_bytes + 1)
+        blocks = list(_blocks(file, name, limits.max_file_bytes))
         if start is not None:
             file.seek(start)
     except (OSError, ValueError) as error:
         raise shortage(error) or MediaError(
             f"{name}: an open file that cannot be read ({error}). Open it again as 'rb'."
         ) from error
-    if not isinstance(data, bytes):
-        raise MediaError(f"{name}: a file opened as text given, bytes expected. Open it as 'rb'.")
-    return data
+    return b"".join(blocks)
+
+
+def _blocks(file: io.IOBase, name: str, most: int) -> Iterator[bytes]:
+    """Yield the content up to one byte over a limit; one read of an unbuffered pipe gives a part of it."""
+    left = most + 1
+    while left and (block := file.read(min(left, BLOCK))) != b"":
+        if not isinstance(block, bytes):
+            form = "as text" if isinstance(block, str) else "without waiting for its content"
+            raise MediaError(f"{name}: a file opened {form} given, bytes expected. Open it as 'rb'.")
+        left -= len(block)
+        yield block
 
 
 def name_of(source: Path | str | bytes) -> str:
@@ -117,6 +128,6 @@ def read_source(source: Path | str | bytes, limits: MediaLimits) -> bytes:
         return source
     with open_source(source, limits) as opened:
         # A file that grows while it is read stays within the limit.
-        data = opened.read(limits.max_file_bytes + 1)
+        data = opened.read(min(limits.max_file_bytes, os.fstat(opened.fileno()).st_size) + 1)
     limits.check_file(name_of(source), len(data))
     return data
