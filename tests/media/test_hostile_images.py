@@ -2,12 +2,15 @@
 
 import base64
 import contextlib
+import gzip
 import io
 import os
 import random
 import struct
 import subprocess
+import tempfile
 import warnings
+import zipfile
 import zlib
 from pathlib import Path
 
@@ -259,6 +262,30 @@ def test_an_open_file_is_read_from_its_start_and_left_where_it_was(tmp_path):
         read_image(file)
     with path.open(encoding="latin-1") as file, pytest.raises(MediaError, match="opened as text"):
         read_image(file)
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(picture())
+        assert torch.equal(read_image(file).frames, read_image(path).frames)
+
+
+def test_an_open_file_in_a_damaged_archive_is_refused():
+    whole, archive = gzip.compress(picture()), io.BytesIO()
+    assert torch.equal(
+        read_image(gzip.GzipFile(fileobj=io.BytesIO(whole))).frames, read_image(picture()).frames
+    )
+    with zipfile.ZipFile(archive, "w") as writer:
+        writer.writestr("a.png", picture())
+    spoiled = bytearray(archive.getvalue())
+    spoiled[spoiled.index(picture()) + 99] ^= 1
+    packed = zipfile.ZipFile(io.BytesIO(spoiled))
+    middle = len(whole) // 2
+    for file in (
+        gzip.GzipFile(fileobj=io.BytesIO(whole[:-20])),
+        gzip.GzipFile(fileobj=io.BytesIO(whole[:middle] + b"\xff" * 99 + whole[middle + 99 :])),
+        packed.open("a.png"),
+        packed,
+    ):
+        with pytest.raises(MediaError, match="an open file that cannot be read"):
+            read_image(file)
 
 
 def test_a_high_limit_of_bytes_takes_no_memory_and_an_unbuffered_pipe_is_read_to_its_end(tmp_path):

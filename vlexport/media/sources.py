@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import base64
-import io
 import os
 import re
 import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from vlexport.errors import MediaError
+from vlexport.errors import MediaError, VlexportError
 from vlexport.media.limits import MediaLimits
 from vlexport.system import shortage
 
@@ -27,7 +26,7 @@ def plain(source: object, limits: MediaLimits) -> object:
     """Return the bytes of a buffer, an open binary file or a `data:` URL; anything else unchanged."""
     if isinstance(source, bytearray | memoryview):
         return bytes(source)
-    if isinstance(source, io.IOBase):
+    if callable(getattr(source, "read", None)):
         return _read_open_file(source, limits)
     if isinstance(source, str) and (head := _BASE64.match(source)):
         limits.check_file("data: URL", (len(source) - head.end()) * 3 // 4)
@@ -40,7 +39,7 @@ def plain(source: object, limits: MediaLimits) -> object:
     return source
 
 
-def _read_open_file(file: io.IOBase, limits: MediaLimits) -> bytes:
+def _read_open_file(file: Any, limits: MediaLimits) -> bytes:
     name = getattr(file, "name", type(file).__name__)
     try:
         start = file.tell() if file.seekable() else None
@@ -49,14 +48,18 @@ def _read_open_file(file: io.IOBase, limits: MediaLimits) -> bytes:
         blocks = list(_blocks(file, name, limits.max_file_bytes))
         if start is not None:
             file.seek(start)
-    except (OSError, ValueError) as error:
+    except VlexportError:
+        raise
+    except Exception as error:
+        # Readers of archives and of others raise what they like.
         raise shortage(error) or MediaError(
-            f"{name}: an open file that cannot be read ({error}). Open it again as 'rb'."
+            f"{name}: an open file that cannot be read ({error or type(error).__name__}). Open it again as "
+            "'rb', and check that it is whole."
         ) from error
     return b"".join(blocks)
 
 
-def _blocks(file: io.IOBase, name: str, most: int) -> Iterator[bytes]:
+def _blocks(file: Any, name: str, most: int) -> Iterator[bytes]:
     """Yield the content up to one byte over a limit; one read of an unbuffered pipe gives a part of it."""
     left = most + 1
     while left and (block := file.read(min(left, BLOCK))) != b"":
