@@ -347,6 +347,8 @@ class Pixels:
     size: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
+        if self.kind not in {"image", "video"}:
+            raise InputError(f"frames of kind {self.kind!r} given, 'image' or 'video' expected.")
         if self.frames_per_second is not None:
             check_frame_rate(self.frames_per_second)
         if self.seconds and (

@@ -71,6 +71,8 @@ HOSTILE: dict[str, tuple[type[VlexportError], Request, str]] = {
     "floating pixels": (MediaError, of_video(torch.zeros(4, 8, 8, 3)), "uint8"),
     "too many pixels": (LimitError, of_image(image(0, 60, 60), limits=limited(max_pixels=3599)),
         "at most 3599 in all"),
+    "too large a size": (LimitError, of_image(replace(image(0), size=(28, 28 * 10**6))),
+        "image resized: 28000000x28 pixels, at most"),
     "too many frames": (LimitError, of_video(video(0), limits=limited(max_frames=7)), "at most 7 expected"),
     "too many bytes": (LimitError, of_video(video(0), limits=limited(max_decoded_bytes=1000)),
         "at most 1000 expected"),

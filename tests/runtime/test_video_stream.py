@@ -496,6 +496,7 @@ REFUSED: list[tuple[dict[str, Any], type[VlexportError], str]] = [
     ({"prune_before": "static:0.5"}, UnsupportedError, "prune_before static:0.5 given"),
     ({"prune": 0.5, "method": "evs-frames", "prune_before": "predicted"}, UnsupportedError, "prunes once"),
     ({"size": (85, 56)}, InputError, "85x56 given, multiples of 28 expected, such as 84x56"),
+    ({"size": (28 * 10**6, 28)}, LimitError, "size: 28000000x28 pixels, at most"),
     ({"fps": 0}, InputError, "frames per second"),
     ({"behind": "never"}, InputError, "behind"),
     ({"max_tokens": 0}, InputError, "max_tokens: 0 given"),

@@ -119,6 +119,11 @@ TABLE: dict[str, tuple[Callable[[], object], list[tuple[Callable[[], object], ty
          *((partial(frames, rate=each), InputError, "frames per second")
            for each in (0.0, -1.0, float("nan")))],
     ),
+    "kinds of frames": (
+        lambda: Pixels(kind="image", frames=torch.zeros(1, 1, 1, 3, dtype=torch.uint8)),
+        [(lambda: Pixels(kind="audio", frames=torch.zeros(1, 1, 1, 3, dtype=torch.uint8)), InputError,
+          "frames of kind 'audio' given, 'image' or 'video' expected")],
+    ),
     "shapes of inputs": (
         lambda: sizes(8, 6, second=2),
         [(lambda: sizes(8, 6), InputError, "input 'two' is missing"),

@@ -249,6 +249,8 @@ def read_pixels(kind: str, source: object, fps: float | None, limits: MediaLimit
             f"{kind}: frames of shape {list(source.frames.shape)} given, [frames, height, width, 3] expected."
         )
     limits.check_frames(kind, *source.frames.shape[:3])
+    if source.size is not None:
+        limits.check_frames(f"{kind} resized", len(source.frames), *source.size)
     return source
 
 

@@ -416,6 +416,7 @@ class VideoStream:
             raise InputError(
                 f"size: {width}x{height} given, multiples of {side} expected, such as {near[0]}x{near[1]}."
             )
+        self.options.limits.check_frames("size", 1, height, width)
         return height, width
 
     def _family_size(self, shape: Sequence[int]) -> tuple[int, int] | None:
