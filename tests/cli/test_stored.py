@@ -193,7 +193,8 @@ def test_cached_results_go_by_age_by_size_or_all(store):
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("--older-than", "30"), ("--older-than", "x"), ("--max-size", "3x")]
+    ("option", "value"),
+    [("--older-than", "30"), ("--older-than", "x"), ("--max-size", "3x"), ("--max-size", "9" * 300 + "TB")],
 )
 def test_an_age_or_a_size_without_sense_is_refused(tmp_path, option, value):
     assert "expected, such as" in vlexport("bundles", "rm", "-o", tmp_path, option, value).ends(2).err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import time
@@ -177,6 +178,7 @@ def parse_size(text: str) -> int:
 
 def _scaled(text: str, units: dict[str, float] | dict[str, int], what: str, example: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]?)", text.strip().lower())
-    if match is None or match[2] not in units:
+    scaled = float(match[1]) * units[match[2]] if match is not None and match[2] in units else math.inf
+    if math.isinf(scaled):
         raise RequestError(f"{what} {text!r} given; a number with a unit expected, such as {example}.")
-    return float(match[1]) * units[match[2]]
+    return scaled

@@ -19,7 +19,8 @@ bundles = typer.Typer(name="bundles", help="List, name and remove bundles.", ric
 cache = typer.Typer(
     name="cache", help="List and remove cached results, which are made again.", rich_markup_mode=None
 )
-OLDER = option("AGE", "Remove what was not used for so long, e.g. 30d, 12h, 2w.")
+OLDER = option("AGE", "Remove what was built or pulled so long ago, e.g. 30d, 12h, 2w.")
+UNUSED = option("AGE", "Remove what was not used for so long, e.g. 30d, 12h, 2w.")
 LARGER = option("SIZE", "Remove the oldest beyond this total, e.g. 20GB.")
 DRY = flag("--dry-run", "List what would be removed; remove nothing.")
 
@@ -121,7 +122,7 @@ def list_cached(as_json: bool = JSON) -> None:
 
 @cache.command("prune")
 def prune_cached(
-    older_than: str | None = OLDER,
+    older_than: str | None = UNUSED,
     max_size: str | None = LARGER,
     dry_run: bool = DRY,
     as_json: bool = JSON,
