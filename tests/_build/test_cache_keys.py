@@ -278,6 +278,14 @@ def file(tmp_path: Path) -> CacheFile:
     return CacheFile(path=tmp_path / "tensorrt" / "some.cache")
 
 
+def test_a_file_that_goes_while_others_are_counted_is_no_failure_to_write(file: CacheFile, caplog):
+    file.write(b"one")
+    # Listed, and not there.
+    (file.path.parent / "gone.cache").symlink_to("nowhere")
+    file.write(b"two")
+    assert (file.read(), caplog.text) == (b"two", "")
+
+
 def test_what_was_written_is_read_and_nothing_else_is_left(file: CacheFile):
     assert file.read() == b""
     file.write(b"one")

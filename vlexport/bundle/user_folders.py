@@ -81,10 +81,10 @@ class CacheFile:
             logger.warning("%s cannot be written: %s", self.path, error.strerror)
 
     def _tidy(self) -> None:
-        files = sorted(self.path.parent.glob("*.cache"), key=lambda path: path.stat().st_mtime)
-        for old in files[:-MOST_FILES]:
-            # Another process may be tidying too.
-            with contextlib.suppress(FileNotFoundError):
+        # Another process may be tidying too.
+        with contextlib.suppress(FileNotFoundError):
+            files = sorted(self.path.parent.glob("*.cache"), key=lambda path: path.stat().st_mtime)
+            for old in files[:-MOST_FILES]:
                 old.unlink()
 
 
