@@ -273,6 +273,16 @@ def test_the_least_recently_used_file_goes_first(tmp_path, monkeypatch: pytest.M
     assert (first.read(), second.read(), third.read()) == (b"x", b"", b"y")
 
 
+@pytest.mark.parametrize(
+    ("place", "hub_id", "name"),
+    [("/data/alice@corp/Qwen", None, "Qwen"), (f"org/name@{'c' * 40}", "org/name", "name")],
+)
+def test_a_bundle_is_named_after_its_folder_or_its_id(place, hub_id, name, tmp_path):
+    spec = request(Checkpoint.open(write_tiny_qwen2_5_vl(tmp_path / "tiny", depth=1)), backend="eager")
+    location = replace(spec.checkpoint.location, source=place, folder=Path(place), hub_id=hub_id)
+    assert replace(spec, checkpoint=replace(spec.checkpoint, location=location)).model == name
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> CacheFile:
     return CacheFile(path=tmp_path / "tensorrt" / "some.cache")

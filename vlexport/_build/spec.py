@@ -51,7 +51,8 @@ class BuildSpec(TowerSpec):
     @property
     def model(self) -> str:
         """Return the last word of the checkpoint's place."""
-        return Path(self.checkpoint.location.place.partition("@")[0]).name
+        location = self.checkpoint.location
+        return Path(location.hub_id or location.place).name
 
     @property
     def size(self) -> int:
