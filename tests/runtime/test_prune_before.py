@@ -29,6 +29,7 @@ from vlexport.pruning.pixels import kept_cells
 from vlexport.pruning.selectors import Pruned, eager, prune_part
 from vlexport.runtime.encoder import EncoderOptions
 from vlexport.runtime.opening import checkpoint_of
+from vlexport.runtime.outputs import save
 from vlexport.runtime.pipeline import Pipeline, load
 from vlexport.runtime.request import Generation, Request, RequestLimits
 from vlexport.specs import MediaItem
@@ -171,6 +172,19 @@ def test_what_is_cached_is_of_one_choice(fresh: Fresh):
     calls = pipeline.session.num_calls
     pipeline.encode(picture, prune_before="static:0.5")
     assert pipeline.session.num_calls == calls
+
+
+def test_what_is_given_out_may_be_written_to_and_saved(fresh: Fresh, tmp_path):
+    pipeline, picture, before = fresh(), image(7, 112, 112), "contrast:0.5"
+    first, second = pipeline.encode([picture, picture], prune_before=before)
+    save({"image.0": first, "image.1": second}, tmp_path / "both.safetensors")
+    kept, mask = first.kept.clone(), first.mask.clone()
+    for item in (first, second, None, None):
+        item = item or pipeline.encode(picture, prune_before=before)
+        assert torch.equal(item.kept, kept)
+        assert torch.equal(item.mask, mask)
+        item.kept.zero_()
+        item.mask.fill_(True)
 
 
 def asked(media: Sequence[Any], text: str | None) -> Request:

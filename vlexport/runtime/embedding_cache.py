@@ -109,7 +109,8 @@ class EmbeddingCache:
         device = encoded.embeds.device
         owned = _each(encoded, _on_host)
         ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-        blank = replace(item, patches=item.patches[:0].clone())
+        cells = None if item.cells is None else item.cells.clone()
+        blank = replace(item, patches=item.patches[:0].clone(), cells=cells)
         entry = Entry(item=blank, encoded=owned, device=device, ready=ready)
         if entry.num_bytes > self.max_bytes:
             return
@@ -134,7 +135,8 @@ def copied(encoded: Encoded) -> Encoded:
 
 def _each(encoded: Encoded, change: Callable[[Tensor], Tensor]) -> Encoded:
     layers = {name: change(rows) for name, rows in encoded.layers.items()}
-    return replace(encoded, embeds=change(encoded.embeds), layers=layers)
+    kept, mask = (None if rows is None else change(rows) for rows in (encoded.kept, encoded.mask))
+    return replace(encoded, embeds=change(encoded.embeds), layers=layers, kept=kept, mask=mask)
 
 
 def _on_host(rows: Tensor) -> Tensor:

@@ -198,7 +198,7 @@ class EngineSession:
         """Return which tokens of a whole item the rows are, where they are not all."""
         if item.cells is None:
             return {}
-        kept = to_device(item.cells, rows.device)
+        kept = to_device(item.cells.clone(), rows.device)
         mask = torch.zeros(math.prod(item.grid) // self.packing.unit, dtype=torch.bool, device=rows.device)
         return {"kept": kept, "mask": mask.index_fill_(0, kept, True)}
 
