@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -14,6 +15,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 import typer
+from PIL import Image
 
 import vlexport
 from tests.cli.lines import vlexport as command
@@ -153,6 +155,24 @@ def test_a_bench_is_what_json_prints_but_for_times(built):
     assert documents[0]["machine"]["threads"] == 1
     with pytest.raises(vlexport.VlexportError, match="a list of one bundle or more expected"):
         vlexport.bench(str(built))
+    wrong: list[dict[str, Any]] = [
+        {"threads": -1},
+        {"rounds": 1.5},
+        {"minutes": math.nan},
+        {"size": (56, 8.4)},
+    ]
+    for options in wrong:
+        (name,) = options
+        with pytest.raises(vlexport.VlexportError, match=rf"{name}.*: .* given, .* expected"):
+            vlexport.bench([built], **options)
+
+
+@pytest.mark.seconds
+def test_a_file_that_is_named_twice_is_timed_twice(built, tmp_path):
+    Image.new("RGB", (84, 56)).save(tmp_path / "a.png")
+    twice = vlexport.bench([built], [tmp_path / "a.png"] * 2, rounds=1, threads=1)
+    assert [(call.file, call.tokens) for call in twice] == [(str(tmp_path / "a.png"), twice[0].tokens)] * 2
+    assert twice[0].tokens == 6
 
 
 def test_verbs_are_loaded_without_torch():

@@ -24,7 +24,7 @@ from torch import Tensor
 from vlexport.backends import Options, Progress, log_progress
 from vlexport.bundle import Bundle
 from vlexport.checkpoint import Checkpoint
-from vlexport.codec import Json
+from vlexport.codec import Json, checked
 from vlexport.errors import RequestError
 from vlexport.evaluate.intervals import Interval, paired
 from vlexport.media import MediaLimits, kind_of
@@ -71,7 +71,8 @@ class BenchOptions:
     lora: Path | None = None
 
     def __post_init__(self) -> None:
-        if self.rounds < 1 or min(self.size) < 1:
+        checked("size", self.size, tuple[int, int])
+        if checked("rounds", self.rounds, int) < 1 or min(self.size) < 1:
             raise RequestError(f"{self.rounds} rounds of size {self.size} given; 1 or more expected.")
 
 
@@ -201,17 +202,19 @@ def bench(  # noqa: PLR0913  the options of the command line, in one place
         size=size,
         lora=None if lora is None else Path(lora),
         rounds=rounds,
-        seconds=math.inf if minutes is None else 60.0 * minutes,
+        seconds=math.inf if minutes is None else 60.0 * checked("minutes", minutes, float),
     )
+    opening: dict[str, Any] = {
+        "options": Options(threads=threads), "allow_failed": allow_failed, "recipe": recipe
+    }  # fmt: skip
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:
         with ExitStack() as stack:
             progress("open", 0.0)
-            opening: dict[str, Any] = {"allow_failed": allow_failed, "recipe": recipe}
             pipelines = {
                 str(bundle.path if isinstance(bundle, Bundle) else bundle): stack.enter_context(
-                    load(bundle, options=Options(threads=threads), **opening)
+                    load(bundle, **opening)
                 )
                 for bundle in bundles
             }
@@ -232,11 +235,13 @@ def timed(
 
     All media are read first, and are one call or each a call of its own; a reference is loaded once.
     """
-    calls: dict[str | None, list[Pixels]] = {}
+    calls: list[tuple[str | None, list[Pixels]]] = []
     for number, (kind, source) in enumerate(options.media or [("image", _noise(options.size))]):
         name = str(source) if isinstance(source, str | Path) else f"item {number}"
         pixels = read_pixels(kind, source, options.fps, MediaLimits())
-        calls.setdefault(name if is_each_alone else None, []).append(pixels)
+        if is_each_alone or not calls:
+            calls.append((name if is_each_alone else None, []))
+        calls[-1][1].append(pixels)
     manifests = [pipeline.bundle.manifest for pipeline in pipelines.values()]
     if len({(manifest.checkpoint.weights, manifest.recipe) for manifest in manifests}) > 1:
         raise RequestError(
@@ -246,11 +251,11 @@ def timed(
     first = next(iter(pipelines.values()))
     checkpoint, loaded = checkpoint_of(first.bundle, against, options.lora), dict[str, _Reference]()
     contenders: list[list[Contender]] = []
-    for place, media in calls.items():
+    for place, media in calls:
         with naming(place):
             contenders.append(_contenders(pipelines, checkpoint, media, loaded))
     options, timings = replace(options, seconds=options.seconds / len(calls)), list[Timings]()
-    for (place, media), taking in zip(calls.items(), contenders, strict=True):
+    for (place, media), taking in zip(calls, contenders, strict=True):
         name = f"{Path(place).name}: " if place else ""
 
         def advance(phase: str, share: float, name: str = name) -> None:
