@@ -341,6 +341,13 @@ def test_a_misfit_names_the_field_and_a_command_that_builds_the_same_again(bundl
     assert caught.value.exit_code == 4
 
 
+def test_the_command_to_build_again_names_a_private_backend_by_its_file(bundle):
+    for backend in ("onnxruntime", "mine"):
+        manifest = replace(MANIFEST, target=replace(TARGET, backend=backend))
+        command = replace(bundle, manifest=manifest).rebuild_command()
+        assert f"--backend {'FILE.py' if backend == 'mine' else backend} " in command
+
+
 def test_a_command_is_quoted_for_the_shell(bundle: Bundle) -> None:
     source = replace(MANIFEST.checkpoint, source="a folder; rm", revision=None)
     odd = replace(bundle, manifest=replace(bundle.manifest, checkpoint=source))

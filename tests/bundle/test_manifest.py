@@ -234,9 +234,14 @@ def test_the_command_for_an_older_bundle_names_its_commit_once_its_adapter_and_i
         (f"/hub/snapshots/{commit}", f"/hub/snapshots/{commit}"),
     ):
         checkpoint = {"source": source, "revision": commit, "adapter": {"source": "/lora"}}
-        older = {"checkpoint": checkpoint, "profile": {"name": "custom-1-784-4-0"}, "schema": 6}
+        older = {
+            "checkpoint": checkpoint,
+            "profile": {"name": "custom-1-784-4-0"},
+            "target": "mine@1",
+            "schema": 6,
+        }
         bounds = "--min-pixels 1 --max-pixels 784 --max-images 4 --max-frames 0"
-        command = f"`vlexport build {place} --lora /lora {bounds}`."
+        command = f"`vlexport build {place} --lora /lora --backend FILE.py {bounds}`."
         with subtests.test(place), pytest.raises(BundleError, match=re.escape(command)):
             Manifest.parse(json.dumps(older).encode())
 

@@ -19,6 +19,11 @@ def recipe_digest(name: str) -> str | None:
     return None if path is None else digest_with_imports(path.read_bytes(), MATHEMATICS)
 
 
+def ships_backend(name: str) -> bool:
+    """Return whether a backend of this name is a part of vlexport, and no private file."""
+    return name.isidentifier() and _path_of(f"vlexport.backends.{name}") is not None
+
+
 def digest_with_imports(source: bytes, within: tuple[str, ...] = ("vlexport",)) -> str:
     """Return the SHA-256 over a source and the modules that `imported` finds."""
     digest = hashlib.sha256(source)

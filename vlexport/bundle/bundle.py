@@ -14,7 +14,7 @@ from typing import Literal, TypeVar
 from vlexport._build.sources import recipe_digest
 from vlexport.bundle import files
 from vlexport.bundle.files import MANIFEST_NAME, FileRecord
-from vlexport.bundle.manifest import Manifest, Verdict, profile_options, shipped_or_file
+from vlexport.bundle.manifest import Manifest, Verdict, backend_or_file, profile_options, shipped_or_file
 from vlexport.bundle.trust import Newer, Trust, Verdicts
 from vlexport.codec import MAX_BYTES, JsonObject, parse
 from vlexport.errors import BundleError, InputError, MisfitError, NoBundleError
@@ -173,7 +173,7 @@ class Bundle:
         words = ["vlexport", "build", source, "--recipe", recipe or shipped_or_file(manifest.recipe.name)]
         if manifest.checkpoint.adapter is not None:
             words += ["--lora", manifest.checkpoint.adapter.source]
-        words += ["--backend", manifest.target.backend, "--dtype", manifest.precision.dtype]
+        words += ["--backend", backend_or_file(manifest.target.backend), "--dtype", manifest.precision.dtype]
         if manifest.input_dtype != PIXELS:
             words += ["--input-dtype", manifest.input_dtype]
         if manifest.precision.quantisation is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-from vlexport._build.sources import recipe_digest
+from vlexport._build.sources import recipe_digest, ships_backend
 from vlexport.bundle.files import FileRecord, check_digest, check_names
 from vlexport.codec import (
     MAX_BYTES,
@@ -326,6 +326,11 @@ def shipped_or_file(name: str) -> str:
     return name if not name or recipe_digest(name) is not None else "FILE"
 
 
+def backend_or_file(name: str) -> str:
+    """Return the name of a shipped backend; FILE.py for a private one, as for recipes."""
+    return name if not name or ships_backend(name) else "FILE.py"
+
+
 def _rebuilt_by(value: JsonObject) -> str:
     def text(*keys: str) -> str:
         node: object = value
@@ -339,7 +344,7 @@ def _rebuilt_by(value: JsonObject) -> str:
     words = {
         "--recipe": shipped_or_file(text("recipe", "name")),
         "--lora": text("checkpoint", "adapter", "source"),
-        "--backend": text("target").partition("@")[0],
+        "--backend": backend_or_file(text("target").partition("@")[0]),
         "--dtype": text("precision", "dtype"),
         "--quantize": text("precision", "quantisation"),
     }
