@@ -9,6 +9,7 @@ from filelock import FileLock
 
 from tests.cli.lines import flip, own_copy, vlexport
 from vlexport.bundle import inventory
+from vlexport.bundle.store import remove_entry
 from vlexport.errors import RequestError
 
 DAY = 86400
@@ -137,7 +138,6 @@ def test_what_is_removed_before_an_error_is_listed(store, monkeypatch, options):
             raise RequestError("no access")
         remove_entry(into, name)
 
-    remove_entry = inventory.remove_entry
     monkeypatch.setattr(inventory, "remove_entry", fail)
     ran = vlexport("bundles", "rm", "-o", store, "--older-than", "1d", *options).ends(2)
     assert "no access" in ran.err

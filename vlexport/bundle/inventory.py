@@ -142,7 +142,7 @@ def superfluous(
 
 def distinct(entries: Iterable[Entry]) -> list[Entry]:
     """Return each place once, however it is spelled; refuse names that `remove` refuses."""
-    places = {}
+    places: dict[Path, Entry] = {}
     for entry in entries:
         if entry.kind == "bundle":
             check_part(entry.path.name, "entry name")
