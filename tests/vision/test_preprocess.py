@@ -206,6 +206,12 @@ def test_where_the_rule_leaves_the_area_alone_the_bound_is_reached():
         assert found == most_cells(WIDE_OPEN, pixels, 8), pixels
 
 
+@pytest.mark.parametrize("rule", RULES[1:], ids=str)
+def test_however_large_an_area_its_bound_is_that_of_the_rule(rule):
+    # A loop over its widths would take days.
+    assert most_cells(rule, 10**24, 8) == most_cells(rule, 10**9, 8)
+
+
 def test_it_holds_for_large_frames_too():
     source = random.Random(0)
     for _ in range(3000):

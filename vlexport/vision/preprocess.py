@@ -393,10 +393,13 @@ def most_cells(rule: ResizeRule, pixels: int, cell: int) -> int:
     if rule.frames is not None:
         # Thin strips are made a whole cell wide.
         return max(most_cells(rule.of_one_frame, pixels, cell), MAX_ASPECT)
-    rounded = max(_longest(pixels, cell, across) for across in range(1, math.isqrt(pixels) // cell + 2))
     # A frame that is shrunk to less than a cell across is given a whole one again.
     strip = math.isqrt(MAX_ASPECT * rule.max_pixels) // cell if rule.max_pixels < MAX_ASPECT * cell**2 else 0
-    return max(min(rounded, max(rule.max_pixels // cell**2, strip)), _grown(rule.min_pixels, cell))
+    most = max(rule.max_pixels // cell**2, strip)
+    # A square of this area has more cells than a frame keeps, as has any larger one.
+    pixels = min(pixels, (cell * (math.isqrt(most) + 1)) ** 2)
+    rounded = max(_longest(pixels, cell, across) for across in range(1, math.isqrt(pixels) // cell + 2))
+    return max(min(rounded, most), _grown(rule.min_pixels, cell))
 
 
 def least_cells(rule: ResizeRule, pixels: int, cell: int) -> int:
