@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Beyond it a library fails where it starts them, as if the engine were damaged.
+MOST_THREADS = 1024
+
 Progress = Callable[[str, float], None]
 """Called with the name of a phase and the share of it that is done, 0 to 1."""
 
@@ -73,8 +76,10 @@ class Options:
     shared_weights: bool = False
 
     def __post_init__(self) -> None:
-        if checked("threads", self.threads, int) < 0:
-            raise InputError(f"threads: {self.threads} given, 0 (the library's default) or more expected.")
+        if not 0 <= checked("threads", self.threads, int) <= MOST_THREADS:
+            raise InputError(
+                f"threads: {self.threads} given, 0 (the library's default) to {MOST_THREADS} expected."
+            )
         device = checked("device", self.device, int | str | None)
         is_index = device is None or (isinstance(device, int) and device >= 0)
         if not is_index and not re.fullmatch("cpu|cuda(:[0-9]{1,4})?", str(device)):
