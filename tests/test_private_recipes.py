@@ -142,6 +142,10 @@ FAILING = {
     "RECIPE is a dict, a Recipe is expected": f"Recipe = dict\n{RECIPE}",
     "line 2: ZeroDivisionError": f"def f():\n    return 1 / 0\n\nf()\n{RECIPE}",
     "cannot be read": "def f(:\n",
+    "of 5, '' and ('x',) given, two texts": RECIPE.replace('name="x"', "name=5"),
+    "of 'x', '' and 5 given": RECIPE.replace('("x",)', "5"),
+    "of 'x', '' and 'x' given": RECIPE.replace('("x",)', '("x")'),
+    "(maximum recursion depth": RECIPE.replace('"x", s', f"{'1+' * 20000}1, s"),
     "position_rule '?' is unknown; expected one of: linear, time_as_text, time_scaled": (
         SHIPPED[0].with_name("qwen2_vl.py").read_text(encoding="utf-8").replace('"time_scaled"', '"?"')
     ),

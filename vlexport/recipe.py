@@ -398,7 +398,7 @@ def read_card(path: Path) -> RecipeCard:
     """Read name, summary and model types from the literals of a recipe file."""
     try:
         tree = ast.parse(path.read_bytes(), filename=str(path))
-    except (OSError, SyntaxError, ValueError) as error:
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise shortage(error) or RequestError(
             f"recipe {path}: cannot be read ({error}). Expected a Python file that defines RECIPE."
         ) from error
@@ -415,11 +415,18 @@ def _card_of_call(call: ast.Call, path: Path) -> RecipeCard:
     names = ("name", "summary", "model_types")
     try:
         name, summary, types = (ast.literal_eval(literals[key]) for key in names)
-    except (KeyError, ValueError) as error:
-        raise RequestError(
+        spelled = f"{name!r:.40}, {summary!r:.40} and {types!r:.40}"
+    except (KeyError, ValueError, TypeError, RecursionError, MemoryError) as error:
+        raise shortage(error) or RequestError(
             f"recipe {path}: {', '.join(names)} must be literals ({error}). See recipes/README.md."
         ) from error
-    return RecipeCard(name=str(name), summary=str(summary), model_types=tuple(types), path=path)
+    is_list = isinstance(types, tuple | list) and all(isinstance(kind, str) for kind in types)
+    if not (is_list and isinstance(name, str) and isinstance(summary, str)):
+        raise RequestError(
+            f"recipe {path}: {', '.join(names)} of {spelled} given, two texts and a tuple of texts expected, "
+            'as in ("qwen2_vl",). See recipes/README.md.'
+        )
+    return RecipeCard(name=name, summary=summary, model_types=tuple(types), path=path)
 
 
 def find_recipe(name_or_path: str) -> Recipe[Any]:
