@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors import safe_open
 
 from tests.runtime.made import image
@@ -105,6 +106,14 @@ def test_what_cannot_be_encoded_is_refused_before_the_engine_runs(opened, monkey
     for given, error, words in WRONG:
         with subtests.test(words), pytest.raises(error, match=words):
             opened.encode(**given)
+
+
+def test_an_iterator_is_several_items_and_an_open_file_is_one(opened, tmp_path):
+    assert [item.kind for item in opened.encode(iter([IMAGE, FRAMES]))] == ["image", "video"]
+    assert len(opened.encode(iter([IMAGE]))) == 1
+    Image.fromarray(IMAGE).save(tmp_path / "image.png")
+    with (tmp_path / "image.png").open("rb") as file:
+        assert isinstance(opened.encode(file), Encoded)
 
 
 def test_a_family_without_spatial_video_tokens_refuses_to_prune(opened):

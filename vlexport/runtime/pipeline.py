@@ -33,7 +33,7 @@ from vlexport.runtime.onednn_linear import bound_caches
 from vlexport.runtime.outputs import Answer, Encoded, attempt, attempt_all, counted, value_of
 from vlexport.runtime.preprocess import MediaReader, check_item
 from vlexport.runtime.prune import Pruner
-from vlexport.runtime.request import NOTHING, EncoderInput, Message, Request, many
+from vlexport.runtime.request import NOTHING, EncoderInput, Message, Request, is_iterator, many
 from vlexport.runtime.video_stream import StreamOptions, VideoStream
 from vlexport.specs import MediaItem, Pixels, check_frame_rate
 
@@ -153,8 +153,8 @@ class Pipeline:
         Items go through `encode_all`: packed into engine calls, long videos cut between frames, and what was
         seen before comes from the cache.
 
-        media           one source, which gives one result, or a list of them, which gives a list. The kind of
-                        a file is that of its content; arrays of three axes are images, of four videos
+        media           one source, which gives one result, or a list or an iterator, which gives a list. The
+                        kind of a file is that of its content; arrays of three axes are images, of four videos
         images, videos  instead of it, by kind: one or several; results are images, then videos
         fps             frame rate of arrays and lists of frames; the rate to sample files at
         prune           share of tokens to drop after the tower; `method` says by what (default: the bundle's)
@@ -171,7 +171,8 @@ class Pipeline:
         # All are read before any is encoded, so that a bad one costs no engine call.
         items: list[EncoderInput | VlexportError] = [read(source) for source in sources]
         encoded = [value_of(one) for one in self._encode_items(items, plan)]
-        return encoded if media is None or isinstance(media, list | tuple) else encoded[0]
+        are_several = media is None or isinstance(media, list | tuple) or is_iterator(media)
+        return encoded if are_several else encoded[0]
 
     def encode_all(
         self,
@@ -228,6 +229,7 @@ class Pipeline:
         steps = self.require_generator()
         if self.recipe.language is None:
             raise UnsupportedError(no_language(self.recipe))
+        images = tuple(images) if is_iterator(images) else images
         encoded = self.encode(images=images) if many(images) else []
         return VideoStream(steps, self._calls, StreamOptions(**options), messages, encoded)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Self, TypedDict
+from typing import TYPE_CHECKING, Any, BinaryIO, Self, TypedDict, TypeGuard
 
 from vlexport.codec import check_fields, check_text, texts_in
 from vlexport.errors import InputError, nearest
@@ -255,9 +255,14 @@ class Request:
         return tuple(passed) or tuple(self.image_embeds if kind == "image" else self.video_embeds)
 
 
+def is_iterator(sources: object) -> TypeGuard[Iterator[Any]]:
+    """Return whether sources come one by one; an open file is one by itself."""
+    return isinstance(sources, Iterator) and not isinstance(sources, io.IOBase)
+
+
 def many(sources: Source | Iterable[Source]) -> Sequence[Source]:
     """Return the items of a list, a tuple or an iterator; anything else is one item by itself."""
-    if isinstance(sources, Iterator) and not isinstance(sources, io.IOBase):
+    if is_iterator(sources):
         return tuple(sources)
     return sources if isinstance(sources, list | tuple) else (sources,)
 
