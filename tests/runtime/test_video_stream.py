@@ -27,6 +27,7 @@ from vlexport import build
 from vlexport.backends import Options
 from vlexport.errors import InputError, LimitError, MediaError, UnsupportedError, VlexportError
 from vlexport.evaluate.evaluator import force
+from vlexport.media import MediaLimits
 from vlexport.runtime.generate import RuntimeOptions, prefill
 from vlexport.runtime.outputs import Answer, Encoded, value_of
 from vlexport.runtime.pipeline import Pipeline, load
@@ -241,7 +242,7 @@ def test_frames_with_times_are_those_shown_at_each_step():
         drawn = random.Random(seed)
         fps, begun = drawn.choice((0.5, 1.0, 2.0, 3.0)), drawn.uniform(-5, 50)
         times = sorted({round(drawn.uniform(0, 8), 3) for _ in range(drawn.randint(1, 40))} | {0.0})
-        clock, taken = Clock(fps, "resample", 3600.0), []
+        clock, taken = Clock(fps, "resample", MediaLimits()), []
         for number, at in enumerate(times):
             taken += [int(frame) for frame in clock.take(torch.tensor(number), begun + at)]
         steps = math.floor(times[-1] * fps + 1e-6) + 1
@@ -265,12 +266,20 @@ def test_a_buffer_may_be_written_again_once_it_was_pushed(given, pipeline):
         torch.testing.assert_close(stream.encoded.embeds, whole.embeds, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(("begun", "late"), [(0.0, 3600.5), (0.0, 1.7e9), (-1e308, 1e308)])
-def test_a_leap_in_time_is_refused_and_costs_nothing(begun, late):
-    clock = Clock(2.0, "resample", 3600.0)
+@pytest.mark.parametrize(
+    ("fps", "begun", "late", "words"),
+    [
+        (2.0, 0.0, 3600.5, "at most 3600 later expected"),
+        (2.0, 0.0, 1.7e9, "at most 3600 later expected"),
+        (2.0, -1e308, 1e308, "at most 3600 later expected"),
+        (1e6, 0.0, 3600.0, "at most 768 steps of fps 1e\\+06 expected"),
+    ],
+)
+def test_a_leap_in_time_is_refused_and_costs_nothing(fps, begun, late, words):
+    clock = Clock(fps, "resample", MediaLimits())
     clock.take(torch.tensor(0), begun)
     before = clock.last
-    with pytest.raises(LimitError, match="at most 3600 later expected"):
+    with pytest.raises(LimitError, match=words):
         clock.take(torch.tensor(1), late)
     assert (clock.num_taken, clock.last) == (1, before)
 
@@ -353,12 +362,27 @@ def test_a_full_stream_refuses_further_groups_and_still_answers(pipeline):
     with pipeline.watch(fps=2, max_tokens=30) as stream:
         for frame in clip.frames[:10]:
             stream.push(frame)
-        for frame in clip.frames[10:13]:
-            stream.push(frame)
+        stream.push(clip.frames[10])
+        for frame in clip.frames[11:13]:
             with pytest.raises(LimitError, match=r"36 tokens.* at most 30 expected.*keep='newest'"):
                 stream.push(frame)
+            assert (stream.counts.frames, stream.counts.taken) == (11, 11)
         ours = stream.ask(WORDS, max_new_tokens=4)
-    agree(ours, pipeline.generate(WORDS, videos=[until(clip, 10)], max_new_tokens=4))
+    agree(ours, pipeline.generate(WORDS, videos=[until(clip, 11)], max_new_tokens=4))
+
+
+def test_of_a_frame_whose_steps_are_too_many_the_groups_before_the_bound_stay(pipeline):
+    first, second = video(5, frames=2).frames
+    with pipeline.watch(fps=2, max_tokens=30) as stream:
+        stream.push(first, 0.0)
+        for _ in range(2):
+            with pytest.raises(LimitError, match="36 tokens"):
+                stream.push(second, 10.0)
+            assert (stream.counts.frames, stream.counts.taken, len(stream._open)) == (1, 10, 0)
+        stream.push(second, 5.0)
+        ours = stream.ask(WORDS, max_new_tokens=4)
+    shown = Pixels(kind="video", frames=torch.stack([*[first] * 10, second]), frames_per_second=2.0)
+    agree(ours, pipeline.generate(WORDS, videos=[shown], max_new_tokens=4))
 
 
 def test_questions_of_other_threads_are_about_a_beginning_of_the_clip(pipeline):
@@ -521,6 +545,8 @@ def test_what_a_stream_cannot_do_is_refused_at_its_start(pipeline, pipelines, su
         stream.push(np.zeros((56, 84, 3), np.uint8))
         with pytest.raises(InputError, match="prune given with a question"):
             stream.ask(WORDS, prune=0.5)
+    with pipeline.watch(images=iter([image(1)])) as other:
+        assert len(other.images) == 1
     with pytest.raises(InputError, match=r"closed.*pipeline\.watch"):
         stream.push(np.zeros((56, 84, 3), np.uint8))
     with pytest.raises(MediaError):

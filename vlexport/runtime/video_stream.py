@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, cast
@@ -135,8 +136,10 @@ class StreamCounts:
 class Clock:
     """Chooses frames at even steps from the first one on: what is shown at each, as files are sampled."""
 
-    def __init__(self, fps: float, times: Times, longest: float) -> None:
-        self.fps, self.times, self.longest = fps, times, longest  # seconds between two frames
+    def __init__(self, fps: float, times: Times, limits: MediaLimits) -> None:
+        self.fps, self.times = fps, times
+        # Seconds between two frames, and steps that are past with one.
+        self.longest, self.most = limits.max_seconds, limits.max_frames
         self.begun = 0.0
         self.last: tuple[float, Tensor] | None = None
         self.num_taken = 0
@@ -167,6 +170,12 @@ class Clock:
             )
         if self.times == "refuse":
             return self._in_place(frame, place, seconds)
+        if place - self.num_taken > self.most:
+            raise LimitError(
+                f"seconds: {seconds:g} given after {before:g}; at most {self.most} steps of fps {self.fps:g} "
+                "expected between two frames. Open a stream with a lower fps, or raise "
+                "MediaLimits.max_frames (Python API)."
+            )
         # A step's frame is the last one up to it: this one, where it comes right at the step.
         shown = [self.last[1]] * max(0, math.ceil(place - SAME) - self.num_taken)
         at_step = abs(place - round(place)) <= SAME
@@ -220,7 +229,7 @@ class VideoStream:
                 f"max_tokens: {options.max_tokens} given, at most {most} expected, which the decoder takes."
             )
         self.counts = StreamCounts()
-        self._clock = Clock(options.fps, options.times, options.limits.max_seconds)
+        self._clock = Clock(options.fps, options.times, options.limits)
         self._shape: tuple[int, ...] | None = None
         self._open: list[Tensor] = []
         self._groups: list[Encoded] = []
@@ -271,16 +280,7 @@ class VideoStream:
                     f"frame: {pixels.shape[2]}x{pixels.shape[1]} pixels given, {self._shape[2]}x"
                     f"{self._shape[1]} expected as in the first one. Resize it."
                 )
-            if self._shape is None:
-                self.size = self.size or self._family_size(pixels.shape)
-            taken = self._clock.take(pixels, seconds)
-            self._shape = pixels.shape
-            self._count(frames=1, taken=len(taken))
-            for one in taken:
-                self._open.append(one)
-                if len(self._open) == self.packing.rule.temporal:
-                    frames, self._open = self._open, []
-                    self._deliver(frames)
+            self._take(pixels, seconds)
             # Of an earlier group that was encoded meanwhile; this frame is taken.
             if self._failed is not None:
                 failed, self._failed = self._failed, None
@@ -288,16 +288,38 @@ class VideoStream:
 
     apush = in_thread(push)
 
+    def _take(self, pixels: Tensor, seconds: float | None) -> None:
+        clock, before, num_done = copy(self._clock), (self._shape, self.size, self._open), 0
+        try:
+            if self._shape is None:
+                self.size = self.size or self._family_size(pixels.shape)
+            taken = self._clock.take(pixels, seconds)
+            self._shape = pixels.shape
+            for number, one in enumerate(taken, 1):
+                self._open = [*self._open, one]
+                if len(self._open) == self.packing.rule.temporal:
+                    self._deliver(self._open)
+                    self._open, num_done = [], number
+        except VlexportError:
+            # Groups of steps before this frame stay, where a later one is refused.
+            self._clock, (self._shape, self.size, waiting) = clock, before
+            self._open = [] if num_done else waiting
+            self._clock.num_taken += num_done
+            self._count(taken=num_done)
+            raise
+        self._count(frames=1, taken=len(taken))
+
     def _deliver(self, frames: list[Tensor]) -> None:
-        number, self._next_group = self._next_group, self._next_group + 1
+        number = self._next_group
         if self._worker is None:
             self._append(number, frames)
-            return
-        with self._wake:
-            if self._waiting is not None:
-                self._count(dropped=1)
-            self._waiting = number, frames
-            self._wake.notify()
+        else:
+            with self._wake:
+                if self._waiting is not None:
+                    self._count(dropped=1)
+                self._waiting = number, frames
+                self._wake.notify()
+        self._next_group = number + 1
 
     def _encode_waiting(self) -> None:
         while True:
