@@ -28,6 +28,7 @@ from vlexport.backends import Options
 from vlexport.errors import InputError, LimitError, MediaError, UnsupportedError, VlexportError
 from vlexport.evaluate.evaluator import force
 from vlexport.media import MediaLimits
+from vlexport.runtime import video_stream
 from vlexport.runtime.generate import RuntimeOptions, prefill
 from vlexport.runtime.outputs import Answer, Encoded, value_of
 from vlexport.runtime.pipeline import Pipeline, load
@@ -444,6 +445,37 @@ def test_the_asyncio_forms_give_the_same(pipeline):
     answer, read = asyncio.run(watch())
     agree(answer, pipeline.generate(WORDS, videos=[clip], max_new_tokens=6))
     assert tuple(piece.token_id for piece in read if piece.token_id is not None) == answer.token_ids
+
+
+def test_a_question_that_is_cancelled_while_it_is_prefilled_holds_up_no_other(pipeline, monkeypatch):
+    clip, begun, go_on = video(8, frames=4), threading.Event(), threading.Event()
+
+    def slow(*words: Any) -> Any:
+        begun.set()
+        assert go_on.wait(60)
+        return prefill(*words)
+
+    async def cancelled(stream: Any) -> None:
+        task = asyncio.ensure_future(anext(stream.astream(WORDS)))
+        assert await asyncio.to_thread(begun.wait, 60)
+        for _ in range(2):
+            task.cancel()
+            await asyncio.sleep(0.01)
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    with pipeline.watch(fps=2) as stream:
+        for frame in clip.frames:
+            stream.push(frame)
+        monkeypatch.setattr(video_stream, "prefill", slow)
+        asyncio.run(cancelled(stream))
+        assert not stream._memory.locked()
+        with stream.stream(WORDS) as pieces:
+            next(pieces)
+        assert not stream._memory.locked()
+        ours = stream.ask(WORDS, max_new_tokens=6)
+    agree(ours, pipeline.generate(WORDS, videos=[clip], max_new_tokens=6))
 
 
 def held_up(pipeline: Pipeline, monkeypatch) -> tuple[threading.Event, threading.Event]:

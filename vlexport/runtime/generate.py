@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any, ParamSpec, Self, TypeVar
@@ -257,6 +257,8 @@ def feed(
 class Stream:
     """Pieces of an answer as they come; `answer` is there when they are exhausted.
 
+    Take them all, close it, or use it in a `with` statement.
+
     release  called once, when the last piece was taken, the answer failed, or the stream is closed
     """
 
@@ -292,6 +294,12 @@ class Stream:
         self._pieces.close()
         self._end.close()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
 
 def in_thread(call: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
     """Return the async form of a call; a cancelled one ends when its thread has ended."""
@@ -302,8 +310,10 @@ def in_thread(call: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
-            # The engine may be closed next.
-            await asyncio.wait([work])
+            # The engine may be closed next; a call that is cancelled twice waits, too.
+            while not work.done():
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([work])
             raise
 
     # As it is shown by `help`.
@@ -312,7 +322,10 @@ def in_thread(call: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
 
 
 class AsyncStream:
-    """Pieces of an answer, each made when it is awaited. Take them all, or use it in `async with`."""
+    """Pieces of an answer, each made when it is awaited. Take them all, or use it in `async with`.
+
+    A cancelled one is closed.
+    """
 
     def __init__(self, begin: Callable[[], Stream]) -> None:
         self._begin = begin
@@ -326,12 +339,19 @@ class AsyncStream:
         return self
 
     async def __anext__(self) -> Piece:
-        if self._stream is None:
-            self._stream = await in_thread(self._begin)()
-        piece: Piece | None = await in_thread(next)(self._stream, None)
+        try:
+            piece = await in_thread(self._next)()
+        except asyncio.CancelledError:
+            await self.aclose()
+            raise
         if piece is None:
             raise StopAsyncIteration
         return piece
+
+    def _next(self) -> Piece | None:
+        if self._stream is None:
+            self._stream = self._begin()
+        return next(self._stream, None)
 
     def require_answer(self) -> Answer:
         return _whole(self.answer)
