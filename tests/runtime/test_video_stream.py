@@ -577,6 +577,8 @@ def test_what_a_stream_cannot_do_is_refused_at_its_start(pipeline, pipelines, su
         stream.push(np.zeros((56, 84, 3), np.uint8))
         with pytest.raises(InputError, match="prune given with a question"):
             stream.ask(WORDS, prune=0.5)
+        with pytest.raises(InputError, match="images given with a question"):
+            stream.ask(WORDS, images=np.zeros((56, 84, 3), np.uint8))
     with pipeline.watch(images=iter([image(1)])) as other:
         assert len(other.images) == 1
     with pytest.raises(InputError, match=r"closed.*pipeline\.watch"):

@@ -20,6 +20,7 @@ from torch import Tensor
 from vlexport.codec import check_fields, is_number
 from vlexport.errors import InputError, LimitError, UnsupportedError, VlexportError
 from vlexport.media import MediaLimits
+from vlexport.media.arrays import is_array
 from vlexport.positions.splice import Placeholder
 from vlexport.pruning.cells import CellChoice, Pruning
 from vlexport.pruning.pixels import kept_cells
@@ -545,7 +546,8 @@ class VideoStream:
 
     def _request(self, question: Question, clip: Encoded, **options: Any) -> Request:
         for name in ("images", "videos", "fps", "prune", "method", "prune_before"):
-            if many(options.pop(name, None) or ()) != ():
+            option = options.pop(name, None)
+            if is_array(option) or many(option or ()):
                 raise InputError(f"{name} given with a question; a stream has its own. Leave it out.")
         if isinstance(question, str) and self.messages:
             question = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": question}]}]
