@@ -25,7 +25,7 @@ from tests.runtime.made import image, video
 from tests.thirty import cases
 from vlexport import build
 from vlexport.backends import Options
-from vlexport.errors import InputError, LimitError, MediaError, UnsupportedError, VlexportError
+from vlexport.errors import InputError, InternalError, LimitError, MediaError, UnsupportedError, VlexportError
 from vlexport.evaluate.evaluator import force
 from vlexport.media import MediaLimits
 from vlexport.runtime import video_stream
@@ -534,6 +534,30 @@ def test_frames_that_come_too_fast_are_left_out_and_counted(pipeline, monkeypatc
         ours, theirs = kept.embeds[6 * at : 6 * at + 6], whole.embeds[6 * number : 6 * number + 6]
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
     agree(answer, pipeline.generate(WORDS, videos=[kept], max_new_tokens=6))
+
+
+def test_any_error_of_a_group_that_was_left_to_encode_is_raised_and_the_next_one_follows(
+    pipeline, monkeypatch
+):
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("broken")
+
+    clip = video(9, frames=4)
+    with pipeline.watch(fps=2, behind="drop") as stream:
+        with monkeypatch.context() as patch:
+            patch.setattr(type(stream.session), "preprocess", broken)
+            for frame in clip.frames[:2]:
+                stream.push(frame)
+            for _ in range(6000):
+                if stream._failed or not stream._worker.is_alive():
+                    break
+                threading.Event().wait(0.01)
+        with pytest.raises(InternalError, match="unexpected RuntimeError: broken"):
+            stream.push(clip.frames[2])
+        assert stream._worker.is_alive()
+        stream.push(clip.frames[3])
+        stream.flush()
+        assert stream.newest.frame_numbers == (1,)
 
 
 def test_a_conversation_may_stand_before_the_clip(pipeline):

@@ -30,7 +30,7 @@ from vlexport.runtime.decoder import GrowingTurn
 from vlexport.runtime.encoder import EngineSession, SharedCalls
 from vlexport.runtime.generate import AnswerGenerator, AsyncStream, Stream, feed, in_thread, prefill
 from vlexport.runtime.memory import Mark
-from vlexport.runtime.outputs import Answer, Encoded, value_of
+from vlexport.runtime.outputs import Answer, Encoded, outcome_of, value_of
 from vlexport.runtime.preprocess import read_pixels
 from vlexport.runtime.prune import kept_of
 from vlexport.runtime.request import (
@@ -330,8 +330,8 @@ class VideoStream:
                 return
             try:
                 self._take_waiting()
-            except VlexportError as error:
-                self._failed = error
+            except Exception as error:  # noqa: BLE001  raised by the next push, whatever it is
+                self._failed = outcome_of(error)
 
     def _take_waiting(self) -> None:
         with self._encoding:
