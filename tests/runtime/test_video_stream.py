@@ -386,6 +386,15 @@ def test_of_a_frame_whose_steps_are_too_many_the_groups_before_the_bound_stay(pi
     agree(ours, pipeline.generate(WORDS, videos=[shown], max_new_tokens=4))
 
 
+def test_a_group_too_large_for_half_the_bound_is_refused_with_a_remedy_that_is_left(pipeline):
+    clip = video(5, frames=4)
+    with pipeline.watch(fps=2, max_tokens=10, keep="newest") as stream:
+        for frame in clip.frames[:3]:
+            stream.push(frame)
+        with pytest.raises(LimitError, match=r"more max_tokens, or with a smaller size\.$"):
+            stream.push(clip.frames[3])
+
+
 def test_questions_of_other_threads_are_about_a_beginning_of_the_clip(pipeline):
     clip, answers = video(6, frames=24), list[Answer]()
     with pipeline.watch(fps=2) as stream:

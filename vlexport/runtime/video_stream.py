@@ -375,9 +375,10 @@ class VideoStream:
 
     def _make_room(self, width: int) -> None:
         if self.options.keep == "all" or width > self.max_tokens // 2:
+            other = "with keep='newest'" if self.options.keep == "all" else "with a smaller size"
             raise LimitError(
                 f"stream: {sum(self._widths) + width} tokens with this group of frames, at most "
-                f"{self.max_tokens} expected. Prune, open it with more max_tokens, or with keep='newest'."
+                f"{self.max_tokens} expected. Prune, open it with more max_tokens, or {other}."
             )
         while self._groups and sum(self._widths) + width > self.max_tokens // 2:
             self._drop_group(0)
