@@ -56,6 +56,15 @@ def test_the_tables_have_a_row_for_every_selector_and_rate(sweep, task, tmp_path
 
 
 @pytest.mark.seconds
+def test_a_method_with_a_number_for_each_frame_keeps_no_more_than_the_others(sweep, video):
+    words = ("--rates", "0,0.09", "--selectors", "evs,evs-frames", "--max-new-tokens", 2)
+    ran = sweep("--video", video, "--fps", 2, *words).ends(0)
+    rows = [line.split("\t")[:3] for line in ran.lines[2:4]]
+    # 12 of the first frame and 10 of 12 of three others.
+    assert rows == [["evs", "0.09", "43 of 48"], ["evs-frames", "0.09", "42 of 48"]]
+
+
+@pytest.mark.seconds
 def test_videos_need_no_task_and_a_bad_one_ends_with_its_own_exit_code(sweep, video, tmp_path, monkeypatch):
     bad, made = tmp_path / "bad.npy", []
     bad.write_bytes(b"no video")

@@ -45,8 +45,8 @@ def sweep(
     """Compare pruning rates and methods on your own video.
 
     Agreement is with the answer at rate 0. Every selector keeps the same number of tokens at a rate,
-    whichever the bundle was built with. Questions that fail are reported and left out of all rows; the exit
-    code is that of the first one.
+    whichever the bundle was built with; evs-frames may keep a few fewer. Questions that fail are reported and
+    left out of all rows; the exit code is that of the first one.
     """
     if task is not None and prompt is not None:
         raise RequestError(
