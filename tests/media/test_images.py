@@ -89,6 +89,9 @@ def test_grey_is_repeated_in_three_channels():
 def test_of_sixteen_bits_of_grey_the_upper_eight_are_taken():
     values = (np.arange(48 * 64, dtype=np.uint16) * 21).reshape(48, 64)
     assert np.array_equal(read(encoded(Image.fromarray(values), "PNG"))[..., 1], values >> 8)
+    for mode, order in (("I;16", "<u2"), ("I;16L", "<u2"), ("I;16B", ">u2"), ("I;16N", "=u2")):
+        image = Image.frombytes(mode, (64, 48), values.astype(order).tobytes())
+        assert np.array_equal(read(image)[..., 1], values >> 8), mode
 
 
 def test_of_an_animation_the_first_picture_is_taken():

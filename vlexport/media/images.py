@@ -148,6 +148,7 @@ def _upright(image: Image) -> Image:
 
 
 def _rgb(image: Image, name: str) -> Image:
+    import numpy as np
     import PIL.Image
 
     if image.mode in NO_BYTES:
@@ -156,7 +157,8 @@ def _rgb(image: Image, name: str) -> Image:
             "Scale them to 0..255 and convert to mode 'L' or 'RGB'."
         )
     if image.mode in SIXTEEN_BITS:
-        return image.point(lambda value: value / 256).convert("L").convert("RGB")
+        # Native order, whichever the mode has; PIL computes with I;16 alone.
+        return PIL.Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
     if image.has_transparency_data:
         upper = image.convert("RGBA")
         white = PIL.Image.new("RGBA", upper.size, (255, 255, 255, 255))
