@@ -23,7 +23,7 @@ from vlexport.runtime.outputs import Encoded
 from vlexport.runtime.pipeline import Pipeline
 from vlexport.runtime.request import Generation, Request
 from vlexport.runtime.video_stream import VideoStream
-from vlexport.specs import Pixels
+from vlexport.specs import Pixels, ShapeProfile
 
 PIXELS = np.random.default_rng(1).integers(0, 256, (56, 84, 3), dtype=np.uint8)
 WHY = {"type": "text", "text": "why?"}
@@ -209,6 +209,10 @@ WRONG_BUILDS: dict[str, tuple[dict[str, Any], str]] = {
     "nothing": ({"source": None}, "NoneType given as a checkpoint; expected the path of a folder"),
     "a model": ({"source": torch.nn.Linear(1, 1)}, "Linear given as a checkpoint"),
     "a list of profiles": ({"profile": ["image"]}, "profile: list given, a text or a ShapeProfile"),
+    "a profile without ranges": (
+        {"profile": ShapeProfile("x", {})},
+        "profile 'x': no ranges of .*tokens.* given, a Range for each of .*tokens.* expected",
+    ),
     "bounds as a dictionary": ({"profile": {"max_pixels": 9}}, "profile: dict given"),
     "a number of bits": ({"quantize": 4}, "quantize 4 given, int8 expected"),
     "another scheme": ({"quantize": "int4"}, "quantize int4 given, int8 expected"),

@@ -224,11 +224,17 @@ def _profiles(
     recipe: Recipe[Any], config: Any, name: str | ShapeProfile | MediaBounds | None
 ) -> list[ShapeProfile]:
     """Return the profiles of a name or of several, as in `image,video`; without any, the recipe's first."""
-    if isinstance(name, ShapeProfile):
-        return [name]
     if isinstance(name, MediaBounds):
         return [recipe.packing(config).profile(name.profile, name)]
     profiles = recipe.profiles(config)
+    if isinstance(name, ShapeProfile):
+        symbols = next(iter(profiles.values())).ranges.keys()
+        if missing := sorted(map(str, symbols - name.ranges.keys())):
+            raise InputError(
+                f"profile '{name.name}': no ranges of {', '.join(missing)} given, a Range for each of "
+                f"{', '.join(sorted(map(str, symbols)))} expected."
+            )
+        return [name]
     names = list(dict.fromkeys(name.split(","))) if name else [next(iter(profiles))]
     for part in names:
         if part not in profiles:
