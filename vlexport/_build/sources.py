@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 # What recipes are written with: its source is a part of a recipe's digest where the recipe imports it.
-MATHEMATICS = tuple(f"vlexport.{part}" for part in ("vision", "pruning", "positions", "language", "recipes"))
+MATHEMATICS = tuple(f"vlexport.{part}" for part in ("vision", "pruning", "positions", "recipes"))
 
 
 def recipe_digest(name: str) -> str | None:
