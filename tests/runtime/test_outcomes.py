@@ -439,7 +439,7 @@ def test_preprocessed_items_of_no_kind_or_with_a_grid_or_cells_that_are_none_are
         [5, 4, 3, 2, 1, 0],
         [[0, 1, 2, 3, 4, 5]],
     ]
-    wrong = {"kind": ["audio"], "grid": [(1, 4.0, 6), (1, "4", 6), (1, 4), None]}
+    wrong: dict[str, list[Any]] = {"kind": ["audio"], "grid": [(1, 4.0, 6), (1, "4", 6), (1, 4), None]}
     wrong["cells"] = [
         *map(torch.tensor, cells),
         torch.arange(6).int(),

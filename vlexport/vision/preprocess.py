@@ -306,7 +306,7 @@ def channels_first(pixels: Pixels) -> Tensor:
 
 def _resize(rule: PatchRule, pixels: Pixels) -> Tensor:
     frames_TCHW, factor = channels_first(pixels), rule.patch * rule.merge
-    size = pixels.size
+    size: Any = pixels.size
     if size is None:
         size = resized_sides(rule, pixels.kind, len(frames_TCHW), *frames_TCHW.shape[2:])
     elif (
@@ -317,7 +317,8 @@ def _resize(rule: PatchRule, pixels: Pixels) -> Tensor:
         raise InputError(f"size: {size} given, rows and columns of pixels in multiples of {factor} expected.")
     if size == frames_TCHW.shape[2:]:
         return frames_TCHW
-    return resample(frames_TCHW, *size, RESAMPLE_MODES[rule.resample])
+    rows, columns = size
+    return resample(frames_TCHW, rows, columns, RESAMPLE_MODES[rule.resample])
 
 
 def resized_sides(rule: PatchRule, kind: str, num_frames: int, height: int, width: int) -> tuple[int, int]:
