@@ -167,6 +167,8 @@ def test_what_is_cached_is_of_one_choice(fresh: Fresh):
     calls = pipeline.session.num_calls
     again = [len(pipeline.encode(clip, prune_before=text).embeds) for text in (None, *CHOICES)]
     assert (again, pipeline.session.num_calls) == (counts, calls)
+    close = [len(pipeline.encode(clip, prune_before=f"static:{rate}").embeds) for rate in (0.5, 0.5000001)]
+    assert close == [32, 31]
     picture = image(6)
     pipeline.encode(picture)
     calls = pipeline.session.num_calls

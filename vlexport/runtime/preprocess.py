@@ -149,7 +149,7 @@ class MediaReader:
                 )
             return self._embeds(kind, source)
         # Of pixels or patches: what the engine gets follows from them and the choice.
-        settings = {**self.session.settings, **({"cells": str(before)} if before else {})}
+        settings = {**self.session.settings, **({"cells": repr(before)} if before else {})}
         if isinstance(source, MediaItem):
             self._check_item(kind, source)
             return self._entry(item_key(source, settings), lambda: source, pruning)
