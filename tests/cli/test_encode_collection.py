@@ -375,4 +375,9 @@ def test_errors_whose_reason_is_not_the_item_are_tried_again_and_no_others(tmp_p
             record = {**collection._outcome(kind("x"), facts), "source": str(path)}
             if collection._has_changed(record, path.stat().st_ctime_ns + 1):
                 tried.add(kind.__name__)
+    good = {**facts, "status": "ok", "source": str(path)}
+    assert not collection._has_changed(good, path.stat().st_ctime_ns + 1)
+    # Of a folder above that was swapped: the times are older.
+    path.write_bytes(b"other bytes")
+    assert collection._has_changed(good, path.stat().st_ctime_ns + 1)
     assert tried == {"VlexportError", "InternalError", "MisfitError", "ResourceError", "LockedError"}

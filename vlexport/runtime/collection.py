@@ -449,12 +449,12 @@ def _has_changed(record: Record, begun: int) -> bool:
         return True
     path, digest = Path(record["source"]), record.get("sha256")
     try:
-        times = [
-            time for stat in (path.stat(), path.lstat()) for time in (stat.st_mtime_ns, stat.st_ctime_ns)
-        ]
+        stats = path.stat(), path.lstat()
     except (OSError, ValueError):
         return False
-    if digest and max(times) < begun:
+    newest = max(time for stat in stats for time in (stat.st_mtime_ns, stat.st_ctime_ns))
+    # Another file of an older time, where a folder above was swapped, mostly has another size.
+    if digest and newest < begun and stats[0].st_size == record.get("bytes"):
         return False
     now = attempt(_file_facts, record["source"])
     return not isinstance(now, VlexportError) and now["sha256"] != digest
