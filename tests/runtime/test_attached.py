@@ -33,6 +33,7 @@ from vlexport.bundle import Bundle
 from vlexport.codec import canonical, decode, encode, parse
 from vlexport.errors import CheckpointError, InputError, MisfitError, UnsupportedError
 from vlexport.recipe import served_types
+from vlexport.vision.features.classes import ReadWeights
 from vlexport.vision.features.pixels import PictureRule
 
 pytestmark = pytest.mark.skipif(
@@ -140,8 +141,13 @@ def test_half_precision_takes_rows_of_its_dtype(llava):
 
 
 @pytest.mark.seconds
-def test_what_does_not_fit_is_refused_and_leaves_the_model_as_it_was(llava, tmp_path):
+def test_what_does_not_fit_is_refused_and_leaves_the_model_as_it_was(llava, tmp_path, monkeypatch):
     model, bundle = llava.model, llava.bundle
+    with monkeypatch.context() as patch:
+        patch.setattr(ReadWeights, "__enter__", lambda _: pytest.fail("broken"))
+        with pytest.raises(pytest.fail.Exception, match="broken"):
+            attach(model, bundle)
+    assert not any(part._forward_hooks for part in owner_of(model).children())
     with pytest.raises(MisfitError, match=r"LlavaModel\), and Linear has no such part"):
         attach(torch.nn.Linear(1, 1), bundle)
     changed = type(model).from_pretrained(llava.folder).eval()

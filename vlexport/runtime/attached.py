@@ -232,10 +232,12 @@ class _Features:
             part.register_forward_hook(lambda part, _, output: order.append((part, output)))
             for part in self.owner.children()
         ]
-        with ReadWeights() as touched:
-            self.template = self.owner.get_image_features(**inputs, return_dict=True)
-        for hook in hooks:
-            hook.remove()
+        try:
+            with ReadWeights() as touched:
+                self.template = self.owner.get_image_features(**inputs, return_dict=True)
+        finally:
+            for hook in hooks:
+                hook.remove()
         ids: set[int] = touched.ids & weights.keys()
         fields = self.template.items()
         if extra := {key: value for key, value in fields if key not in FIELDS and isinstance(value, Tensor)}:
