@@ -334,6 +334,14 @@ def test_a_part_is_pruned_as_the_whole_where_all_of_it_is_there(opened):
         assert torch.equal(part.embeds, expected.embeds)
 
 
+def test_a_part_is_pruned_on_the_device_of_its_cells():
+    part = Pruned(
+        embeds=torch.empty(24, 8, device="meta"), kept=torch.empty(24, dtype=torch.int64, device="meta")
+    )
+    pruned = prune_part(find_method("evs"), part, (4, 8, 8), 2, 0.8)
+    assert (len(pruned.kept), pruned.kept.device.type) == (16, "meta")
+
+
 @pytest.mark.parametrize("method", ["evs", "evs-snap", "vidcom2"])
 def test_a_cell_that_is_not_there_counts_as_the_last_one_of_its_place_and_is_not_kept(method):
     random = torch.Generator().manual_seed(0)

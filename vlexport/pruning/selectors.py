@@ -137,7 +137,8 @@ def prune_part(selector: Selector, part: Pruned, grid_thw: Grid, merge: int, rat
     if not selector.by_place:
         rows_K = best(selector.scores(embeds_KD[None], share, num_kept).flatten(), num_kept)
         return Pruned(embeds=embeds_KD[rows_K], kept=cells_K[rows_K])
-    place_R = cells_K.new_zeros(frames * per_frame).index_copy(0, cells_K, torch.arange(1, len(cells_K) + 1))
+    numbers_K = torch.arange(1, len(cells_K) + 1, device=cells_K.device)
+    place_R = cells_K.new_zeros(frames * per_frame).index_copy(0, cells_K, numbers_K)
     last_R = place_R.view(frames, per_frame).cummax(0).values.flatten()
     padded = torch.cat([torch.zeros_like(embeds_KD[:1]), embeds_KD])
     scores_TN = selector.scores(padded[last_R].unflatten(0, (frames, per_frame)), share, num_kept)
