@@ -29,7 +29,7 @@ from vlexport.pruning.pixels import kept_cells
 from vlexport.pruning.selectors import Pruned, eager, prune_part
 from vlexport.runtime.encoder import EncoderOptions
 from vlexport.runtime.opening import checkpoint_of
-from vlexport.runtime.outputs import save
+from vlexport.runtime.outputs import Encoded, save
 from vlexport.runtime.pipeline import Pipeline, load
 from vlexport.runtime.request import Generation, Request, RequestLimits
 from vlexport.specs import MediaItem
@@ -176,17 +176,23 @@ def test_what_is_cached_is_of_one_choice(fresh: Fresh):
     assert pipeline.session.num_calls == calls
 
 
+def chosen_of(item: Encoded) -> tuple[torch.Tensor, torch.Tensor]:
+    assert item.kept is not None
+    assert item.mask is not None
+    return item.kept, item.mask
+
+
 def test_what_is_given_out_may_be_written_to_and_saved(fresh: Fresh, tmp_path):
     pipeline, picture, before = fresh(), image(7, 112, 112), "contrast:0.5"
     first, second = pipeline.encode([picture, picture], prune_before=before)
     save({"image.0": first, "image.1": second}, tmp_path / "both.safetensors")
-    kept, mask = first.kept.clone(), first.mask.clone()
+    chosen = [at.clone() for at in chosen_of(first)]
     for item in (first, second, None, None):
-        item = item or pipeline.encode(picture, prune_before=before)
-        assert torch.equal(item.kept, kept)
-        assert torch.equal(item.mask, mask)
-        item.kept.zero_()
-        item.mask.fill_(True)
+        kept, mask = chosen_of(item or pipeline.encode(picture, prune_before=before))
+        assert torch.equal(kept, chosen[0])
+        assert torch.equal(mask, chosen[1])
+        kept.zero_()
+        mask.fill_(True)
 
 
 def asked(media: Sequence[Any], text: str | None) -> Request:
