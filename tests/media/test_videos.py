@@ -135,6 +135,14 @@ def test_a_file_over_a_limit_is_refused_with_the_way_out(subtests):
             read_video(video(), limits=limits)
 
 
+def test_limits_that_no_system_holds_are_none():
+    limits = MediaLimits(deadline_seconds=1e19, max_seconds=1e19, max_pixels=2**40, max_file_bytes=2**70)
+    assert shows(read_video(video(with_sound=True), fps=5.0, limits=limits), range(0, 20, 2))
+    with pytest.raises(LimitError, match=r"fps: 1e\+08 given, 200000000 frames of this video; at most"):
+        next(video_frames(video(), fps=1e8))
+    assert len(list(video_frames(video(), fps=5.0, limits=limits))) == 10
+
+
 def test_a_file_may_be_longer_than_the_frames_that_are_kept():
     assert len(read_video(video(num=400, rate=10), limits=MediaLimits(max_frames=80)).frames) == 80
 

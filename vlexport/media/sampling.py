@@ -10,8 +10,11 @@ from fractions import Fraction
 from functools import cached_property
 
 from vlexport.codec import check_fields
-from vlexport.errors import InputError
+from vlexport.errors import InputError, LimitError
 from vlexport.specs import check_frame_rate
+
+# An hour at 240 frames a second has fewer; to choose so many takes 15 to 34 s, measured.
+MOST_STEPS = 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,7 +121,12 @@ def _steady(timeline: Timeline, frames_per_second: float) -> Choice:
     rate = Fraction(frames_per_second).limit_denominator(10**6) or Fraction(frames_per_second)
     ticks, total = timeline.ticks, len(timeline.ticks)
     indices = []
-    for number in range(math.ceil(timeline.seconds * rate)):
+    if (num := math.ceil(timeline.seconds * rate)) > MOST_STEPS:
+        raise LimitError(
+            f"fps: {frames_per_second:g} given, {num} frames of this video; at most {MOST_STEPS} expected. "
+            "Take fewer frames per second."
+        )
+    for number in range(num):
         at = number / rate
         if timeline.declared_rate and timeline.is_constant:
             indices.append(min(math.floor(at * timeline.declared_rate), total - 1))

@@ -174,7 +174,7 @@ def _within_deadline(process: subprocess.Popen[bytes], request: worker.Request) 
         late.set()
         process.kill()
 
-    timer = threading.Timer(request.limits.deadline_seconds, stop)
+    timer = threading.Timer(min(request.limits.deadline_seconds, threading.TIMEOUT_MAX), stop)
     timer.start()
     try:
         yield has_started

@@ -35,6 +35,8 @@ CODECS = "h264,hevc,vp8,vp9,libvpx,libvpx-vp9,av1,libdav1d,mpeg4,mjpeg,ffv1,rawv
 WORK_BYTES = 2**31
 # Of it, for what is held between two looks.
 MARGIN_BYTES = 2**24
+# A kernel's numbers have 63 bits.
+MOST_SECONDS = 2**62
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +95,7 @@ def _cap_resources(request: Request) -> None:
     # Should the parent be killed, the kernel ends a decoder that hangs.
     # A stream may decode for as long as its file plays.
     playing = request.limits.max_seconds if request.sampling.steady else 0.0
-    seconds = int((request.limits.deadline_seconds + playing) * (os.cpu_count() or 1)) + 1
+    seconds = int(min((request.limits.deadline_seconds + playing) * (os.cpu_count() or 1), MOST_SECONDS)) + 1
     caps = {resource.RLIMIT_CPU: seconds, resource.RLIMIT_DATA: WORK_BYTES, resource.RLIMIT_CORE: 0}
     for kind, most in caps.items():
         allowed = resource.getrlimit(kind)[1]
@@ -167,7 +169,8 @@ def _stream(container: InputContainer, name: str, limits: MediaLimits) -> VideoS
     if container.duration:
         limits.check_seconds(name, container.duration / av.time_base)
     # A damaged frame is an error, not a grey area; and no frame outgrows the header.
-    stream.codec_context.options = {"err_detect": "explode", "max_pixels": str(limits.max_pixels)}
+    most = min(limits.max_pixels, 2**31 - 1)  # a C int
+    stream.codec_context.options = {"err_detect": "explode", "max_pixels": str(most)}
     return stream
 
 
