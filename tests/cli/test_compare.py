@@ -262,6 +262,22 @@ def test_operators_inputs_and_weights_differ_by_shape(tmp_path):
     assert "model.onnx: 2 and 5 nodes" in ran.lines
 
 
+def test_nodes_in_bodies_of_functions_are_compared(tmp_path):
+    paths = [tmp_path / "a.onnx", tmp_path / "b.onnx"]
+    for path, kind in zip(paths, ("Relu", "Abs"), strict=True):
+        whole = onnx.load(model(path, twice=True))
+        (branch,) = (node for node in whole.graph.node if node.op_type == "If")
+        for attribute in branch.attribute:
+            attribute.g.node[0].op_type = kind
+        opset = helper.make_opsetid("", 20)
+        whole.functions.append(helper.make_function("own", "F", ["h", "yes"], ["z"], [branch], [opset]))
+        whole.graph.node.remove(branch)
+        onnx.save(whole, path)
+    (found,) = vlexport("compare", *paths, "--json").document["graphs"]
+    rows = set(map(tuple, found["differences"]))
+    assert rows == {("operator", "Relu", "[rows, 8]", 3, 1), ("operator", "Abs", "[rows, 8]", 0, 2)}
+
+
 def test_what_is_no_graph_is_refused(tmp_path, built):
     path = model(tmp_path / "a.onnx")
     (tmp_path / "b.onnx").write_bytes(b"\xff" * 9)

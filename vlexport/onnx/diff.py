@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from vlexport.errors import InputError, RequestError
@@ -32,7 +33,8 @@ def parts_of(content: bytes, name: str) -> Parts:
     graph, counts = model.graph, Parts()
     for kind, values in (("input", graph.input), ("output", graph.output)):
         counts.update((kind, value.name, _typed(value)) for value in values)
-    for body in _bodies(graph):
+    functions = chain.from_iterable(function.node for function in model.functions)
+    for body in chain([graph], _bodies(chain(graph.node, functions))):
         counts.update(
             ("weight", onnx.TensorProto.DataType.Name(tensor.data_type).lower(), str(list(tensor.dims)))
             for tensor in body.initializer
@@ -56,14 +58,14 @@ def differences(first: Parts, second: Parts) -> list[tuple[str, str, str, int, i
     return [(*row, first[row], second[row]) for row in rows if first[row] != second[row]]
 
 
-def _bodies(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    waiting = [graph]
+def _bodies(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.GraphProto]:
+    """Yield the bodies of these nodes, and of the nodes in them."""
+    waiting = [*nodes]
     while waiting:
-        body = waiting.pop()
-        yield body
-        for node in body.node:
-            for attribute in node.attribute:
-                waiting += [*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs]
+        for attribute in waiting.pop().attribute:
+            for body in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
+                yield body
+                waiting += body.node
 
 
 def _nodes(nodes: object, shapes: dict[str, str]) -> Iterator[tuple[str, str, str]]:
