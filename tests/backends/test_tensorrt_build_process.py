@@ -142,9 +142,11 @@ def test_a_build_that_takes_too_long_is_stopped(job: Job, library):
 
 
 def test_without_a_limit_of_time_a_build_is_not_stopped_and_errors_of_ours_keep_their_class(job, library):
-    library("import time; time.sleep(0.5); from vlexport.errors import UnsupportedError as E; raise E('end')")
-    with pytest.raises(UnsupportedError, match=r"^end$"):
-        build(job, BuildLimits(seconds=0))
+    ours = "import time; time.sleep(0.5); from vlexport.errors import UnsupportedError as E; "
+    for raised in ("raise E('end')", "raise type('Own', (E,), {})('end')"):
+        library(ours + raised)
+        with pytest.raises(UnsupportedError, match=r"^end$"):
+            build(job, BuildLimits(seconds=0))
 
 
 def test_a_limit_that_means_nothing_is_refused():

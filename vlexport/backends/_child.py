@@ -202,7 +202,9 @@ def main() -> None:
         call: Any = getattr(importlib.import_module(module), function)
         result = call(job, lambda phase, share: send(phase=phase, share=share))
     except VlexportError as error:
-        send(error=type(error).__name__, message=str(error))
+        # A private recipe may have classes of its own, which the parent does not load.
+        ours = (kind for kind in type(error).__mro__ if getattr(errors, kind.__name__, None) is kind)
+        send(error=next(ours).__name__, message=str(error))
     except OSError as error:
         send(errno=error.errno, message=error.strerror or str(error))
     except MemoryError:
