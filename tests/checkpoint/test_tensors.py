@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -268,6 +269,17 @@ def test_a_digest_sees_every_part_and_their_order(tmp_path):
     save_file(tensors, tmp_path / "apart" / "model.safetensors", metadata={"format": "pt"})
     seen.add(Checkpoint.open(tmp_path / "apart").digest(names))
     assert len(seen) == 5
+
+
+def test_a_check_takes_the_files_that_are_read_and_no_copy_beside_them(tmp_path):
+    checkpoint, folder = apart(tmp_path / "apart", "{}"), tmp_path / "apart"
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in tensors.items()}, folder / "model_old.safetensors")
+    assert check_weights(subject_of(checkpoint)) == {"weights": ""}
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "a.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert check_weights(subject_of(Checkpoint.open(folder))) == {"weights": ""}
 
 
 def test_a_check_sees_parts_in_another_order(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ and too much on others; so their types are checked.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import random
 import traceback
@@ -169,8 +170,9 @@ def check_weights(subject: BuildSpec) -> Faults:
     chosen = {name: names[name] for name in sorted(names)[::step]}
     wrong = []
     with ExitStack() as stack:
-        paths = sorted(checkpoint.complete().glob("*.safetensors"))
-        files = [stack.enter_context(safe_open(path, framework="pt")) for path in paths]
+        files = [
+            stack.enter_context(safe_open(path, framework="pt")) for path in _files(checkpoint.complete())
+        ]
         holders = {stored: file for file in files for stored in file.keys()}  # noqa: SIM118  no mapping
         computed = _computed(checkpoint)
         parts = {name: _parts(stored, {*holders, *computed}) for name, stored in chosen.items()}
@@ -180,6 +182,13 @@ def check_weights(subject: BuildSpec) -> Faults:
             if not _same(tensor, torch.cat(stored) if len(stored) > 1 else stored[0]):
                 wrong.append(name)
     return {"weights": f"{wrong[0]}, {len(wrong)} in all" if wrong else ""}
+
+
+def _files(folder: Path) -> list[Path]:
+    """Return the files of the index, or the one without an index; a folder may have copies beside them."""
+    index = folder / "model.safetensors.index.json"
+    names = json.loads(index.read_bytes())["weight_map"].values() if index.exists() else ["model.safetensors"]
+    return [folder / name for name in sorted(set(names))]
 
 
 def _computed(checkpoint: Checkpoint) -> frozenset[str]:
