@@ -424,7 +424,7 @@ def _card_of_call(call: ast.Call, path: Path) -> RecipeCard:
     if not (is_list and isinstance(name, str) and isinstance(summary, str)):
         raise RequestError(
             f"recipe {path}: {', '.join(names)} of {spelled} given, two texts and a tuple of texts expected, "
-            'as in ("qwen2_vl",). See recipes/README.md.'
+            'as in ("MODEL_TYPE",). See recipes/README.md.'
         )
     return RecipeCard(name=name, summary=summary, model_types=tuple(types), path=path)
 

@@ -7,6 +7,7 @@ import importlib
 import io
 import math
 import random
+import re
 import threading
 from bisect import bisect_right
 from dataclasses import replace
@@ -27,7 +28,6 @@ from vlexport import build
 from vlexport.backends import Options
 from vlexport.errors import InputError, InternalError, LimitError, MediaError, UnsupportedError, VlexportError
 from vlexport.evaluate.evaluator import force
-from vlexport.media import MediaLimits
 from vlexport.runtime import video_stream
 from vlexport.runtime.generate import RuntimeOptions, prefill
 from vlexport.runtime.outputs import Answer, Encoded, value_of
@@ -243,7 +243,7 @@ def test_frames_with_times_are_those_shown_at_each_step():
         drawn = random.Random(seed)
         fps, begun = drawn.choice((0.5, 1.0, 2.0, 3.0)), drawn.uniform(-5, 50)
         times = sorted({round(drawn.uniform(0, 8), 3) for _ in range(drawn.randint(1, 40))} | {0.0})
-        clock, taken = Clock(fps, "resample", MediaLimits()), []
+        clock, taken = Clock(fps, "resample", 768), []
         for number, at in enumerate(times):
             taken += [int(frame) for frame in clock.take(torch.tensor(number), begun + at)]
         steps = math.floor(times[-1] * fps + 1e-6) + 1
@@ -268,19 +268,13 @@ def test_a_buffer_may_be_written_again_once_it_was_pushed(given, pipeline):
 
 
 @pytest.mark.parametrize(
-    ("fps", "begun", "late", "words"),
-    [
-        (2.0, 0.0, 3600.5, "at most 3600 later expected"),
-        (2.0, 0.0, 1.7e9, "at most 3600 later expected"),
-        (2.0, -1e308, 1e308, "at most 3600 later expected"),
-        (1e6, 0.0, 3600.0, "at most 768 steps of fps 1e\\+06 expected"),
-    ],
+    ("fps", "begun", "late"), [(2.0, 0.0, 385.0), (2.0, 0.0, 1.7e9), (2.0, -1e308, 1e308), (1e6, 0.0, 1.0)]
 )
-def test_a_leap_in_time_is_refused_and_costs_nothing(fps, begun, late, words):
-    clock = Clock(fps, "resample", MediaLimits())
+def test_a_leap_in_time_is_refused_and_costs_nothing(fps, begun, late):
+    clock = Clock(fps, "resample", 768)
     clock.take(torch.tensor(0), begun)
     before = clock.last
-    with pytest.raises(LimitError, match=words):
+    with pytest.raises(LimitError, match=f"at most 768 steps of fps {re.escape(f'{fps:g}')} expected"):
         clock.take(torch.tensor(1), late)
     assert (clock.num_taken, clock.last) == (1, before)
 

@@ -137,10 +137,8 @@ class StreamCounts:
 class Clock:
     """Chooses frames at even steps from the first one on: what is shown at each, as files are sampled."""
 
-    def __init__(self, fps: float, times: Times, limits: MediaLimits) -> None:
-        self.fps, self.times = fps, times
-        # Seconds between two frames, and steps that are past with one.
-        self.longest, self.most = limits.max_seconds, limits.max_frames
+    def __init__(self, fps: float, times: Times, most: int) -> None:
+        self.fps, self.times, self.most = fps, times, most  # steps that are past with one frame
         self.begun = 0.0
         self.last: tuple[float, Tensor] | None = None
         self.num_taken = 0
@@ -164,18 +162,12 @@ class Clock:
         before = self.begun + self.last[0] / self.fps
         if place <= self.last[0]:
             raise InputError(f"seconds: {seconds:g} given after {before:g}; a later time expected.")
-        if seconds - before > self.longest:
-            raise LimitError(
-                f"seconds: {seconds:g} given after {before:g}, at most {self.longest:g} later expected. "
-                "Begin another stream, or raise MediaLimits.max_seconds (Python API)."
-            )
         if self.times == "refuse":
             return self._in_place(frame, place, seconds)
         if place - self.num_taken > self.most:
             raise LimitError(
                 f"seconds: {seconds:g} given after {before:g}; at most {self.most} steps of fps {self.fps:g} "
-                "expected between two frames. Open a stream with a lower fps, or raise "
-                "MediaLimits.max_frames (Python API)."
+                "expected between two frames. Begin another stream, or raise MediaLimits.max_frames (Python API)."
             )
         # A step's frame is the last one up to it: this one, where it comes right at the step.
         shown = [self.last[1]] * max(0, math.ceil(place - SAME) - self.num_taken)
@@ -230,7 +222,7 @@ class VideoStream:
                 f"max_tokens: {options.max_tokens} given, at most {most} expected, which the decoder takes."
             )
         self.counts = StreamCounts()
-        self._clock = Clock(options.fps, options.times, options.limits)
+        self._clock = Clock(options.fps, options.times, options.limits.max_frames)
         self._shape: tuple[int, ...] | None = None
         self._open: list[Tensor] = []
         self._groups: list[Encoded] = []
