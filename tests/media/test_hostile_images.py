@@ -264,13 +264,14 @@ def test_an_open_file_is_read_from_its_start_and_left_where_it_was(tmp_path):
         read_image(file)
     with tempfile.NamedTemporaryFile() as file:
         file.write(picture())
-        assert torch.equal(read_image(file).frames, read_image(path).frames)
+        assert torch.equal(read_image(file).frames, read_image(path).frames)  # type: ignore[arg-type]
 
 
 def test_an_open_file_in_a_damaged_archive_is_refused():
     whole, archive = gzip.compress(picture()), io.BytesIO()
     assert torch.equal(
-        read_image(gzip.GzipFile(fileobj=io.BytesIO(whole))).frames, read_image(picture()).frames
+        read_image(gzip.GzipFile(fileobj=io.BytesIO(whole))).frames,  # type: ignore[arg-type]
+        read_image(picture()).frames,
     )
     with zipfile.ZipFile(archive, "w") as writer:
         writer.writestr("a.png", picture())
@@ -285,7 +286,7 @@ def test_an_open_file_in_a_damaged_archive_is_refused():
         packed,
     ):
         with pytest.raises(MediaError, match="an open file that cannot be read"):
-            read_image(file)
+            read_image(file)  # type: ignore[arg-type]
 
 
 def test_a_high_limit_of_bytes_takes_no_memory_and_an_unbuffered_pipe_is_read_to_its_end(tmp_path):
@@ -294,7 +295,7 @@ def test_a_high_limit_of_bytes_takes_no_memory_and_an_unbuffered_pipe_is_read_to
     frames, limits = read_image(path).frames, MediaLimits(max_file_bytes=2**63 - 1)
     assert torch.equal(read_image(path, limits).frames, frames)
     with subprocess.Popen(["cat", path], stdout=subprocess.PIPE, bufsize=0) as pipe:
-        assert torch.equal(read_image(pipe.stdout, limits).frames, frames)
+        assert torch.equal(read_image(pipe.stdout, limits).frames, frames)  # type: ignore[arg-type]
 
 
 def test_a_file_over_the_limit_is_refused_before_it_is_read(tmp_path):

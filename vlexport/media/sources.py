@@ -53,8 +53,8 @@ def _read_open_file(file: Any, limits: MediaLimits) -> bytes:
     except Exception as error:
         # Readers of archives and of others raise what they like.
         raise shortage(error) or MediaError(
-            f"{name}: an open file that cannot be read ({error or type(error).__name__}). Open it again as "
-            "'rb', and check that it is whole."
+            f"{name}: an open file that cannot be read ({str(error) or type(error).__name__}). Open it again "
+            "as 'rb', and check that it is whole."
         ) from error
     return b"".join(blocks)
 

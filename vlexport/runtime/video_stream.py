@@ -167,7 +167,8 @@ class Clock:
         if place - self.num_taken > self.most:
             raise LimitError(
                 f"seconds: {seconds:g} given after {before:g}; at most {self.most} steps of fps {self.fps:g} "
-                "expected between two frames. Begin another stream, or raise MediaLimits.max_frames (Python API)."
+                "expected between two frames. Begin another stream, or raise MediaLimits.max_frames (Python "
+                "API)."
             )
         # A step's frame is the last one up to it: this one, where it comes right at the step.
         shown = [self.last[1]] * max(0, math.ceil(place - SAME) - self.num_taken)
