@@ -183,7 +183,7 @@ def blank(kind: Any, *size: int) -> Pixels:
     [
         case("kimi_vl", blank("video", 2, 28, 28), InputError, "takes images only"),
         case("kimi_vl", blank("image", 1, 13, 512 * 14), LimitError, "fewer than 512 patches"),
-        case("nemotron_vl", blank("image", 2, 32, 32), InputError, "expected"),
+        case("nemotron_vl", blank("image", 2, 32, 32), InputError, "one frame, 2 given"),
         case("nemotron_vl", blank("image", 1, 1, 201), LimitError, "expected"),
         case("nemotron_vl", blank("video", 1, 4096, 2), LimitError, "expected"),
     ],

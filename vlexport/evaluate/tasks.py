@@ -68,7 +68,7 @@ def _plain(answer: str) -> str:
 
 
 def read_task(path: Path) -> dict[str, Question | VlexportError]:
-    """Return the questions of a file by id, then `line N` with the reason for each line that is none."""
+    """Return the questions of a file by id, and `line N` with the reason for each line that is none."""
     try:
         lines = path.read_bytes().splitlines()
     except (OSError, ValueError) as error:
@@ -76,24 +76,26 @@ def read_task(path: Path) -> dict[str, Question | VlexportError]:
         raise shortage(error) or RequestError(
             f"{path}: {reason}; a task file of JSON lines expected."
         ) from error
-    questions: dict[str, Question | VlexportError] = {}
-    errors: dict[str, InputError] = {}
+    rows: list[tuple[str, Question | InputError]] = []
+    ids: set[str] = set()
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             question = _question(line, path.parent)
-            if question.id in questions:
+            if question.id in ids:
                 raise InputError(f"id: '{question.id}' given a second time.")
-            questions[question.id] = question
+            ids.add(question.id)
+            rows.append((question.id, question))
         except InputError as error:
-            errors[f"line {number}"] = InputError(f"{path}, line {number}: {error}")
-    for name, refused in errors.items():
+            rows.append((f"line {number}", InputError(f"{path}, line {number}: {error}")))
+    questions: dict[str, Question | VlexportError] = {}
+    for name, row in rows:
         free = name
-        # An id may be of this form too.
-        while free in questions:
+        # An id may be of the form of a line's name, too.
+        while isinstance(row, InputError) and free in ids:
             free = f"{path.name}, {free}"
-        questions[free] = refused
+        questions[free] = row
     if not questions:
         raise RequestError(f"{path}: empty; a question a line expected, each a JSON object.")
     return questions
