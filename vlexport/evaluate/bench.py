@@ -204,9 +204,8 @@ def bench(  # noqa: PLR0913  the options of the command line, in one place
         rounds=rounds,
         seconds=math.inf if minutes is None else 60.0 * checked("minutes", minutes, float),
     )
-    opening: dict[str, Any] = {
-        "options": Options(threads=threads), "allow_failed": allow_failed, "recipe": recipe
-    }  # fmt: skip
+    opening: dict[str, Any] = {"allow_failed": allow_failed, "recipe": recipe}
+    chosen = Options(threads=threads)
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:
@@ -214,7 +213,7 @@ def bench(  # noqa: PLR0913  the options of the command line, in one place
             progress("open", 0.0)
             pipelines = {
                 str(bundle.path if isinstance(bundle, Bundle) else bundle): stack.enter_context(
-                    load(bundle, **opening)
+                    load(bundle, options=chosen, **opening)
                 )
                 for bundle in bundles
             }
