@@ -269,6 +269,8 @@ def test_what_a_whole_model_does_not_do_is_refused(tiles, options, kind, words):
             pipeline.generate(QUESTION, **options)
         with pytest.raises(InputError, match="special tokens"):
             pipeline.generate("<IMG_CONTEXT> again")
+        # The beginning of a special token is text where nothing makes it whole.
+        assert pipeline.generate("Is 3 <", max_new_tokens=1).finish == "length"
         with pytest.raises(UnsupportedError, match="declares no language model"):
             pipeline.watch(fps=2)
         assert pipeline.generate(QUESTION, max_new_tokens=1).finish == "length"

@@ -325,17 +325,21 @@ class ModelAnswers(AnswerGenerator):
         if request.raw_prompt is not None:
             text, sources = bound(request.raw_prompt), {kind: [*request.sources(kind)] for kind in KINDS}
         else:
-            shield = Shield(self.language.tokenizer, ())
+            tokenizer = self.language.tokenizer
+            shield = Shield(tokenizer, ())
             rule = PromptRule[Any](markers=dict.fromkeys(KINDS, ""), slots={}, expand=lambda *_: "")
             messages, sources = chat_of(request, rule, lambda part: shield(bound(part)))
-            if shield.hidden and not request.allow_special_tokens:
-                raise InputError(
-                    "the text holds special tokens of this model, which its processor takes as such. Leave "
-                    "them out, or allow_special_tokens."
-                )
+            text = tokenizer.render(messages)
             if shield.hidden:
+                template = tokenizer.specials(text)
                 messages, sources = chat_of(request, rule)
-            text = TextBound(self.language.tokenizer, limits)(self.language.tokenizer.render(messages))
+                text = tokenizer.render(messages)
+                if len(tokenizer.specials(text)) > len(template) and not request.allow_special_tokens:
+                    raise InputError(
+                        "the text holds special tokens of this model, which its processor takes as such. "
+                        "Leave them out, or allow_special_tokens."
+                    )
+            TextBound(tokenizer, limits)(text)
         if (count := sum(map(len, sources.values()))) > limits.max_items:
             raise LimitError(
                 f"{count} images and videos given, at most {limits.max_items} expected. Send fewer or raise "
