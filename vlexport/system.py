@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, RLock, Thread
 from typing import Self
 
 from vlexport.errors import RequestError, ResourceError, VlexportError
@@ -43,6 +43,8 @@ _UNPACKED = re.compile(r"(/.*?/aotinductor_\w{6})/")
 # Those that libraries start in such a process are like it.
 SAFE = {"PYTHONSAFEPATH": "1"}
 CACHES = "TORCHINDUCTOR_CACHE_DIR"
+# torch traces one program at a time, and the variables above hold for the whole process.
+ONE_BUILD = RLock()
 # Between two releases of mapped pages: at 1 GB/s they grow by 20 MB meanwhile.
 RELEASE_SECONDS = 0.02
 # Searching all objects for cycles takes a quarter of a second.

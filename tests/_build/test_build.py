@@ -2,11 +2,13 @@
 
 import importlib
 import io
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import onnx_ir as ir
@@ -112,6 +114,32 @@ def test_phases_come_in_order_nothing_temporary_is_left_and_a_hit_has_only_the_f
     assert few == ["hash"]
     assert again.bundle == built.bundle
     assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_builds_in_threads_of_a_process_have_caches_of_their_own(spec, tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+
+    def caches(name):
+        seen = []
+
+        def progress(phase, _):
+            if not phase.startswith("hash"):
+                seen.append(os.environ.get("TORCHINDUCTOR_CACHE_DIR"))
+
+        building.build_checkpoint(replace(spec, output_dir=tmp_path / name), progress)
+        return set(seen)
+
+    with ThreadPoolExecutor() as pool:
+        (one,), (other,) = pool.map(caches, ("one", "other"))
+    assert None not in (one, other)
+    assert one != other
+
+
+def test_two_threads_trace_one_after_the_other(checkpoint):
+    recipe = vlexport.find_recipe("qwen2_5_vl")
+    with ThreadPoolExecutor() as pool:
+        graphs = pool.map(lambda _: vlexport.export(recipe, checkpoint), range(2))
+    assert len({str(graph.program) for graph in graphs}) == 1
 
 
 def interrupted(spec, at="check reference"):

@@ -66,7 +66,7 @@ from vlexport.specs import (
     ShapeProfile,
     dtype_name,
 )
-from vlexport.system import check_folder, compile_caches, give_back
+from vlexport.system import ONE_BUILD, check_folder, compile_caches, give_back
 
 if TYPE_CHECKING:
     import torch
@@ -275,10 +275,11 @@ def build_checkpoint(spec: BuildSpec, progress: Progress = log_progress, graph: 
     capability = capability_of(spec.backend, key.dtype, key.quantisation)
     need = disk(capability.costs if capability else None, spec.scale, key.dtype, spec.quantisation)
     with (
+        ONE_BUILD,
         staged(spec.output_dir, path.name, key=digest, need=need) as staging,
         compile_caches(staging.scratch),
     ):
-        # Another process may have built it while this one waited for its turn.
+        # Another build may have stored it while this one waited for its turn.
         if (bundle := stored(path, digest, verdicts)) is not None:
             return _remembered(spec, bundle, cached=True)
         program = None

@@ -30,7 +30,7 @@ from vlexport.specs import (
     Symbol,
     TensorSpec,
 )
-from vlexport.system import compile_caches
+from vlexport.system import ONE_BUILD, compile_caches
 from vlexport.vision.attention.layout import LAYOUTS
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def trace(spec: TowerSpec, module: nn.Module | None = None) -> Graph:
     varying = {
         name: {axis: _export_dim(dim) for axis, dim in sizes.get(name, {}).items()} for name in example
     }
-    with compile_caches():
+    with ONE_BUILD, compile_caches():
         program = torch.export.export(module, (example,), dynamic_shapes=(varying,), strict=False)
     return Graph(
         **spec.shared(),
