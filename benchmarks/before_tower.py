@@ -8,7 +8,6 @@ take is the share of its cells of the whole call's time.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -23,6 +22,7 @@ import torch
 from PIL import Image
 
 from benchmarks.answers import FRAMES_PER_SECOND, WORDS, opened
+from benchmarks.options import parser_of
 from benchmarks.plans import FULL
 from benchmarks.tables import markdown, publish
 from benchmarks.towers import default_recipe
@@ -97,11 +97,8 @@ def answers(pipeline: Pipeline, rounds: int) -> Iterator[tuple[str, ...]]:
 
 def main(arguments: Sequence[str]) -> None:
     """Measure, print, and write the page where wanted."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.before_tower", description=__doc__)
-    parser.add_argument("folder", type=Path)
+    parser = parser_of("before_tower", __doc__, {"folder": None, "--rounds": 5, "--page": None})
     parser.add_argument("pages", type=Path, nargs="+", help="pictures of pages")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--page", type=Path, help="Markdown page whose marked part is rewritten")
     given = parser.parse_args(arguments)
     threads = os.cpu_count() or 1
     torch.set_num_threads(threads)

@@ -9,7 +9,6 @@ for each process.
 
 from __future__ import annotations
 
-import argparse
 import os
 import resource
 import shutil
@@ -21,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.memory import steal
+from benchmarks.options import ROOT, parser_of
 from benchmarks.tables import markdown, publish
 
-ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- measured, written by `python -m benchmarks.first_hour` -->", "<!-- end of measured -->"
 GIB = 2**30
 # The command line of the tree that PYTHONPATH names.
@@ -150,18 +149,12 @@ def text_of(steps: Sequence[Step], memory: int, depth: int, before: float, stole
 
 def main(arguments: Sequence[str]) -> None:
     """Measure, print the table, and write it into a page."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.first_hour", description=__doc__)
-    parser.add_argument("folder", type=Path)
+    parser = parser_of("first_hour", __doc__, {"folder": None, "--depth": 32, "--memory": 16, "--page": None})
     parser.add_argument("--python", default=sys.executable, help="interpreter of the fresh environment")
-    parser.add_argument("--depth", type=int, default=32, help="blocks of the tower; 2 for a trial")
-    parser.add_argument("--memory", type=float, default=16, help="GiB that a process may take")
     parser.add_argument("--constraints", type=Path, default=ROOT / "tests/constraints.txt", help="pins")
-    parser.add_argument("--page", type=Path, help="a Markdown page whose marked part is rewritten")
     given = parser.parse_args(arguments)
-    folder = given.folder.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
     memory, before, stolen = round(given.memory * GIB), os.getloadavg()[0], steal()
-    steps = first_hour(folder, given.python, given.depth, memory, given.constraints)
+    steps = first_hour(given.folder, given.python, given.depth, memory, given.constraints)
     text = text_of(steps, memory, given.depth, before, steal() - stolen)
     publish(text, given.page, BEGIN, END)
 

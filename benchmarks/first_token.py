@@ -9,7 +9,6 @@ kept between two questions.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -23,6 +22,7 @@ from typing import Any
 from vlexport.recipes.demo import qwen2_5_vl as demo
 from vlexport.recipes.demo.writing import write_checkpoint
 
+from benchmarks.options import parser_of, trees
 from benchmarks.plans import FULL, Question
 from benchmarks.tables import markdown, write_between
 from benchmarks.towers import THREE_BILLION
@@ -31,7 +31,6 @@ from vlexport.evaluate.intervals import paired
 from vlexport.target import processor_here
 
 BEGIN, END = "<!-- measured, written by `python -m benchmarks.first_token` -->", "<!-- end of measured -->"
-ROOT = Path(__file__).parents[1]
 # `busy` is the first token in seconds of processors, which other work on the machine moves less.
 STAGES = ("tower", "prefill", "first_token", "busy", "per_token")
 SOONER = ("prefill", "first_token", "busy")
@@ -169,23 +168,14 @@ def write_model(folder: Path, layers: int) -> Path:
 
 def main(arguments: Sequence[str]) -> None:
     """Measure, print the tables, and write them into a page."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.first_token", description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--old", type=Path, required=True, help="a checkout of the older commit")
-    parser.add_argument("--old-python", default=sys.executable, help="interpreter with its dependencies")
+    taken = {"folder": None, "--old": None, "--old-python": sys.executable, "--threads": 2, "--page": None}
+    parser = parser_of("first_token", __doc__, taken)
     parser.add_argument("--half-tower", default="inductor", help="backend of towers in bfloat16")
     parser.add_argument("--layers", type=int, default=4, help="of the decoder")
     parser.add_argument("--rounds", type=int, help="of each question (default: those of the bench)")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--page", type=Path, help="a Markdown page whose marked part is rewritten")
     given = parser.parse_args(arguments)
-    folder = given.folder.resolve()
-    checkpoint = write_model(folder / f"checkpoint-{given.layers}", given.layers)
-    words = (checkpoint, given.threads, given.half_tower)
-    sides = [
-        Side("before", given.old.resolve(), given.old_python, folder, *words),
-        Side("now", ROOT, sys.executable, folder, *words),
-    ]
+    checkpoint = write_model(given.folder / f"checkpoint-{given.layers}", given.layers)
+    sides = [Side(*tree, checkpoint, given.threads, given.half_tower) for tree in trees(given)]
     load = os.getloadavg()[0]
     parts = []
     for question in FULL.questions:

@@ -8,7 +8,6 @@ nothing is printed that its page does not list. Exit status 1 where something di
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import shutil
@@ -20,7 +19,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from benchmarks.first_hour import MAIN, ROOT, apart
+from benchmarks.first_hour import MAIN, apart
+from benchmarks.options import parser_of, trees
 
 RECIPES = ("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "nemotron_vl", "minicpmv", "kimi_vl")
 # Every pair that runs on a processor.
@@ -189,14 +189,10 @@ def _write_media(folder: Path) -> None:
 
 def main() -> int:
     """Run the program."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.frozen", description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--old", type=Path, required=True, help="a checkout of the older commit")
-    parser.add_argument("--old-python", default=sys.executable, help="interpreter with its dependencies")
-    options = parser.parse_args()
-    folder: Path = options.folder.resolve()
-    old = Tree("before", options.old.resolve(), options.old_python, folder)
-    new = Tree("now", ROOT, sys.executable, folder)
+    taken = {"folder": None, "--old": None, "--old-python": sys.executable}
+    options = parser_of("frozen", __doc__, taken).parse_args()
+    folder: Path = options.folder
+    old, new = (Tree(*tree) for tree in trees(options))
     _write_media(folder / "media")
     kept = folder / "before.json"
     if not kept.is_file():

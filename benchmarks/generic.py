@@ -6,7 +6,6 @@ turn; it writes the ratios between the marks of docs/generic.md.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.company import opened
+from benchmarks.options import parser_of
 from benchmarks.tables import markdown, publish
 from benchmarks.towers import Grid, TowerSize, random_items, write_tower
 from benchmarks.turns import in_turn, seconds_of
@@ -61,10 +61,7 @@ def compare(family: str, rounds: int, threads: int) -> list[tuple[str, ...]]:
 
 def main(arguments: Sequence[str]) -> int:
     """Measure, write the page, and return 3 if the generic bundle is too slow."""
-    options = argparse.ArgumentParser(prog="python -m benchmarks.generic", description=__doc__)
-    options.add_argument("--rounds", type=int, default=15)
-    options.add_argument("--threads", type=int, default=1)
-    given = options.parse_args(arguments)
+    given = parser_of("generic", __doc__, {"--rounds": 15, "--threads": 1}).parse_args(arguments)
     times = [row for family in FAMILIES for row in compare(family, given.rounds, given.threads)]
     head = ("family", "call", "its own recipe", "`generic`", "ratio", "difference")
     publish("\n".join(markdown(head, times)), PAGE, BEGIN, END)

@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.options import parser_of
 from benchmarks.patience import tower
 from benchmarks.tables import markdown, publish, write_whole
 from vlexport.target import processor_here
@@ -121,24 +122,20 @@ def rows_of(name: str, found: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 def main(arguments: Sequence[str]) -> None:
     """Measure what is missing, print the table, and write it into a page."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.growth", description=__doc__)
-    parser.add_argument("folder", type=Path)
+    taken = {"folder": None, "--threads": os.cpu_count(), "--page": None}
+    parser = parser_of("growth", __doc__, taken)
     parser.add_argument("--engines", nargs="+", default=list(CONTENDERS), help="as 'onnxruntime int8'")
     parser.add_argument("--sizes", nargs="+", type=int, default=list(GRIDS), choices=GRIDS)
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--job", type=json.loads, help=argparse.SUPPRESS)
-    parser.add_argument("--page", type=Path, help="a Markdown page whose marked part is rewritten")
     given = parser.parse_args(arguments)
     if given.job:
         calls(*given.job)
         return
-    folder = given.folder.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "growth.json"
+    file = given.folder / "growth.json"
     results: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     for name in given.engines:
         if name not in results:
-            results[name] = measured(folder, name, given)
+            results[name] = measured(given.folder, name, given)
             write_whole(file, json.dumps(results, indent=1) + "\n")
     rows = [row for name, found in results.items() for row in rows_of(name, found)]
     done = [(name.split()[1], call) for name, found in results.items() for call in found.get("calls", ())]

@@ -11,7 +11,6 @@ and check of a tiny checkpoint.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -25,7 +24,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from benchmarks.first_hour import GIB, MAIN, ROOT, Step, apart, released_tower, step
+from benchmarks.first_hour import GIB, MAIN, Step, apart, released_tower, step
+from benchmarks.options import parser_of, trees
 from benchmarks.tables import markdown, publish
 
 BEGIN, END = "<!-- measured, written by `python -m benchmarks.opening` -->", "<!-- end of measured -->"
@@ -185,30 +185,20 @@ def compared(sides: Sequence[Side], found: Mapping[str, Mapping[str, Sequence[fl
 
 def main(arguments: Sequence[str]) -> None:
     """Measure, print the table, and write it into a page."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.opening", description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--old", type=Path, required=True, help="a checkout of the older commit")
-    parser.add_argument("--old-python", default=sys.executable, help="interpreter with its dependencies")
-    parser.add_argument("--depth", type=int, default=32, help="blocks of the tower; 2 for a trial")
+    taken = {"folder": None, "--old": None, "--old-python": sys.executable, "--depth": 32, "--rounds": 5}
+    parser = parser_of("opening", __doc__, {**taken, "--memory": 16, "--page": None})
     parser.add_argument("--builds", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--calls", action="store_true", help="calls of every backend and short commands")
-    parser.add_argument("--memory", type=float, default=16, help="GiB that a process may take")
     parser.add_argument("--build", nargs="+", default=[], metavar="WORD", help="as 'backend=openvino'")
-    parser.add_argument("--page", type=Path, help="a Markdown page whose marked part is rewritten")
     given = parser.parse_args(arguments)
-    folder, memory = given.folder.resolve(), round(given.memory * GIB)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = given.folder
     checkpoint = released_tower(folder, given.depth)
     # Equal images would share a call.
     images = [folder / f"image{number}.png" for number in range(4)]
     draw = np.random.default_rng(0)
     for image in images:
         Image.fromarray(draw.integers(0, 256, (448, 448, 3), dtype=np.uint8)).save(image)
-    sides = [
-        Side("before", given.old.resolve(), given.old_python, folder, memory),
-        Side("now", ROOT, sys.executable, folder, memory),
-    ]
+    sides = [Side(*tree, round(given.memory * GIB)) for tree in trees(given)]
     if "\n  parity " in sides[0].run("--help").out:
         sides[0].check_words = ("parity",)
     for side in sides:

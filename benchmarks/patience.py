@@ -8,7 +8,6 @@ that of `vlexport/_build/timings.py`.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import subprocess
@@ -20,6 +19,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.first_hour import apart
+from benchmarks.options import parser_of
 from benchmarks.tables import markdown, publish
 from benchmarks.towers import TowerSize, default_recipe, write_tower
 from vlexport.system import SAFE
@@ -69,12 +69,9 @@ def honesty(events: Sequence[Mapping[str, Any]], total: float, moment: float) ->
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.patience", description=__doc__)
-    parser.add_argument("folder", type=Path)
+    taken = {"folder": None, "--rounds": 3, "--backend": "onnxruntime", "--page": None}
+    parser = parser_of("patience", __doc__, taken)
     parser.add_argument("--depths", default="0,8,32")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--backend", default="onnxruntime")
-    parser.add_argument("--page", type=Path)
     options = parser.parse_args(arguments)
     depths = list(map(int, options.depths.split(",")))
     rows, phases = list[list[str]](), dict[str, dict[int, list[float]]]()

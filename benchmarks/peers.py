@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from benchmarks.first_hour import GIB, ROOT, Step, step
+from benchmarks.first_hour import GIB, Step, step
+from benchmarks.options import ROOT, parser_of
 from benchmarks.tables import markdown, publish, write_whole
 from vlexport.target import processor_here
 
@@ -260,19 +261,14 @@ def shape_of(size: str) -> tuple[int, int, int]:
 
 def main(arguments: Sequence[str]) -> None:
     """Measure what is missing, print the tables, and write them into a page."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
-    parser.add_argument("folder", type=Path)
+    taken = {"folder": None, "--depth": RELEASED, "--rounds": 3, "--threads": 2, "--page": None}
+    parser = parser_of("peers", __doc__, {**taken, "--memory": 20})
     parser.add_argument(
         "--python", default=".venv-peers/bin/python", help="interpreter with the other libraries"
     )
-    parser.add_argument("--depth", type=int, default=RELEASED, help="blocks of the tower; 3 for a trial")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), help="names, WIDTHxHEIGHT, or files")
     parser.add_argument("--peers", nargs="+", default=[""], help="names, or beginnings of several")
-    parser.add_argument("--memory", type=float, default=20, help="GiB that a process may take")
     parser.add_argument("--seconds", type=int, default=3600, help="that a process may take")
-    parser.add_argument("--page", type=Path, help="a Markdown page whose marked part is rewritten")
     settings = parser.parse_args(arguments)
     settings.shapes = {Path(size).stem: shape_of(size) for size in settings.sizes}
     files = [Path(size) for size in settings.sizes if Path(size).suffix]
@@ -283,7 +279,7 @@ def main(arguments: Sequence[str]) -> None:
         parser.error(
             f"--peers {' '.join(settings.peers)}: none; there are {', '.join(peer.name for peer in PEERS)}"
         )
-    run = Run(settings.folder.resolve() / f"depth-{settings.depth}", settings)
+    run = Run(settings.folder / f"depth-{settings.depth}", settings)
     for size in settings.shapes:
         last = f"inputs {size}.npz" if size in settings.pictures else f"exact {size}.npy"
         if not (run.folder / last).exists() and (done := run.job("prepare", PEERS[0], size)).code:

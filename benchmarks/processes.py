@@ -25,6 +25,7 @@ import numpy as np
 from PIL import Image
 
 from benchmarks import memory
+from benchmarks.options import parser_of
 from benchmarks.serving import SIZES
 from benchmarks.tables import markdown, publish, write_whole
 from benchmarks.towers import default_recipe, write_tower
@@ -203,14 +204,11 @@ def table_of(kind: str, stored: Mapping[str, Any]) -> str:
 
 def main(arguments: Sequence[str]) -> None:
     """Measure a kind, print the tables of both, and write them into a page."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.processes", description=__doc__)
-    parser.add_argument("folder", type=Path)
+    taken = {"folder": None, "--rounds": 3, "--threads": os.cpu_count() or 1, "--page": None}
+    parser = parser_of("processes", __doc__, taken)
     parser.add_argument("--kind", choices=("ray", "vllm"))
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of all processes")
     parser.add_argument("--job", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--encoder", type=json.loads, help=argparse.SUPPRESS)
-    parser.add_argument("--page", type=Path, help="a Markdown page whose marked part is rewritten")
     given = parser.parse_args(arguments)
     if given.encoder:
         encoder(given.encoder)
@@ -218,8 +216,7 @@ def main(arguments: Sequence[str]) -> None:
     if given.job:
         sys.stdout.write(json.dumps({"ray": by_ray, "vllm": by_vllm}[given.kind](given.job)) + "\n")
         return
-    folder = given.folder.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = given.folder
     if given.kind:
         measure(folder, given.kind, given.rounds, given.threads)
     kinds = [kind for kind in ("ray", "vllm") if (folder / f"{kind}.json").exists()]

@@ -7,7 +7,6 @@ does; `encode` of a single picture leaves weights as they are stored.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from statistics import median
 from PIL import Image
 
 from benchmarks.first_hour import GIB, Step, apart, step
+from benchmarks.options import parser_of
 from benchmarks.patience import tower
 from benchmarks.tables import markdown, publish
 from vlexport.system import SAFE
@@ -35,15 +35,9 @@ def command(folder: Path, *words: object) -> Step:
 
 def main(arguments: Sequence[str]) -> None:
     """Measure, print the table, and write it into a page."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.proof", description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--backend", default="onnxruntime")
-    parser.add_argument("--depth", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--page", type=Path)
-    options = parser.parse_args(arguments)
-    folder = options.folder.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
+    taken = {"folder": None, "--backend": "onnxruntime", "--depth": 32, "--rounds": 3, "--page": None}
+    options = parser_of("proof", __doc__, taken).parse_args(arguments)
+    folder = options.folder
     pictures = [folder / "one.png", folder / "two.png"]
     for picture in pictures:
         Image.effect_noise((56, 56), 100).convert("RGB").save(picture)

@@ -10,7 +10,6 @@ T frames, N tokens per frame, D width, R = T * N rows, K kept.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -27,6 +26,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from benchmarks.options import parser_of
 from benchmarks.packages import packaged
 from benchmarks.plans import Contender
 from benchmarks.run import describe_machine
@@ -254,15 +254,12 @@ def page(
 
 def main(arguments: list[str]) -> int:
     """Measure, print, and store where wanted."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.pruning", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=40, help="of the comparison with reads")
+    taken = {"--rounds": 40, "--threads": torch.get_num_threads(), "--out": None, "--page": None}
+    parser = parser_of("pruning", __doc__, taken)
     parser.add_argument("--tower-rounds", type=int, default=5, help="of the comparison with the tower")
     parser.add_argument("--opening-rounds", type=int, default=7, help="of opening a bundle")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rates", type=float, nargs="+", default=[0.5, 0.75])
     parser.add_argument("--eager", action="store_true", help="time the uncompiled forms too")
-    parser.add_argument("--out", type=Path, help="file for the raw samples")
-    parser.add_argument("--page", type=Path, help="Markdown page whose marked part is rewritten")
     given = parser.parse_args(arguments)
     torch.set_num_threads(given.threads)
     scene = moving_scene(seed=0)

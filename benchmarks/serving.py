@@ -9,7 +9,6 @@ bundle: the contenders are rules that choose which cells the tower gets.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.options import parser_of
 from benchmarks.run import describe_machine
 from benchmarks.tables import markdown, publish
 from benchmarks.towers import DecoderSize, Grid, TowerSize, default_recipe, write_tower
@@ -200,11 +200,8 @@ def page(samples: Samples, distances: Mapping[str, float], size: str, threads: i
 
 def main(arguments: list[str]) -> int:
     """Measure, print, and store where requested."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving", description=__doc__)
+    parser = parser_of("serving", __doc__, {"--rounds": 12, "--out": None, "--page": None})
     parser.add_argument("--size", choices=SIZES, default="wide")
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--out", type=Path, help="file for the raw samples")
-    parser.add_argument("--page", type=Path, help="Markdown page whose marked part is rewritten")
     parser.add_argument("--choices", action="store_true", help="measure pruning before the tower instead")
     given = parser.parse_args(arguments)
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}

@@ -8,7 +8,6 @@ and resumed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import subprocess
@@ -26,6 +25,7 @@ from PIL import Image
 from vlexport.recipes.demo.qwen2_5_vl import contents
 from vlexport.recipes.demo.writing import write_checkpoint
 
+from benchmarks.options import COMMON, parser_of
 from benchmarks.tables import markdown, publish
 from benchmarks.towers import THREE_BILLION, TowerSize, default_recipe, write_tower
 from vlexport.backends import backend_names, find_backend, runs_here
@@ -229,14 +229,11 @@ def released_row(name: str, found: Mapping[str, Any]) -> Sequence[str]:
 
 def main(arguments: Sequence[str]) -> None:
     """Measure, print the table, and write it into a page."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.sizes", description=__doc__)
+    parser = parser_of("sizes", __doc__, {"--depth": 32, "--page": None})
     parser.add_argument("what", choices=("plan", "released"))
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--page", type=Path, help="a Markdown page whose marked part is rewritten")
-    parser.add_argument("--depth", type=int, default=32, help="of released towers; 4 for a trial")
+    parser.add_argument("folder", **COMMON["folder"])
     parser.add_argument("--only", default="", help="the beginning of cells' names, such as '3B onnxruntime'")
     given = parser.parse_args(arguments)
-    given.folder.mkdir(parents=True, exist_ok=True)
     if given.what == "plan":
         text = plan_table(given.folder, given.only)
     else:

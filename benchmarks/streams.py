@@ -7,7 +7,6 @@ of 64 frames and to the same frames as one clip, of which nothing is kept.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -15,11 +14,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from benchmarks.answers import FRAMES_PER_SECOND, WORDS, noise, opened
+from benchmarks.options import parser_of
 from benchmarks.plans import FULL
 from benchmarks.tables import markdown, publish
 from benchmarks.towers import default_recipe
@@ -91,11 +90,8 @@ def first_tokens(pipeline: Pipeline, rounds: int) -> tuple[str, ...]:
 
 def main(arguments: Sequence[str]) -> None:
     """Measure, print, and write the page where wanted."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.streams", description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--page", type=Path, help="Markdown page whose marked part is rewritten")
-    given = parser.parse_args(arguments)
+    taken = {"folder": None, "--rounds": 5, "--page": None}
+    given = parser_of("streams", __doc__, taken).parse_args(arguments)
     threads = os.cpu_count() or 1
     torch.set_num_threads(threads)
     with opened(FULL, default_recipe(), given.folder, threads) as pipeline:

@@ -12,7 +12,8 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTra
 
 from benchmarks import growth, processes, pruning
 from benchmarks.exporters import compare_shapes, table
-from benchmarks.first_token import EXACT, PRECISIONS, ROOT, Side, measured, text_of
+from benchmarks.first_token import EXACT, PRECISIONS, Side, measured, text_of
+from benchmarks.options import ROOT
 from benchmarks.plans import FULL
 from benchmarks.sizes import SIZES, WIDTHS, Cell, cells, planned, released, worst_share
 from benchmarks.towers import TowerSize, default_recipe, write_tower
