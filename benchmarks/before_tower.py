@@ -24,7 +24,7 @@ from PIL import Image
 from benchmarks.answers import FRAMES_PER_SECOND, WORDS, opened
 from benchmarks.options import parser_of
 from benchmarks.plans import FULL
-from benchmarks.tables import markdown, publish
+from benchmarks.tables import markdown, marks, publish
 from benchmarks.towers import default_recipe
 from benchmarks.turns import in_turn, seconds_of
 from vlexport.evaluate.intervals import paired
@@ -32,8 +32,6 @@ from vlexport.runtime.pipeline import Pipeline
 from vlexport.runtime.request import Generation, Request
 from vlexport.specs import Pixels
 
-BEGIN = "<!-- before the tower, written by `python -m benchmarks.before_tower` -->"
-END = "<!-- end of before the tower -->"
 BACKENDS = ("onnxruntime", "openvino")
 RULES = "evs,static,contrast,predicted"
 # What a kept call may take, in its share of a whole call; how much sooner the first token should be at 0.7.
@@ -121,7 +119,7 @@ def main(arguments: Sequence[str]) -> None:
     question = f"A question about the film; at 0.7 the first token should come {SOONER} times as soon."
     tables = [about, "", *markdown(head, timed), "", question, "", *markdown(columns, asked)]
     text = "\n".join(tables)
-    publish(text + "\n", given.page, BEGIN, END)
+    publish(text + "\n", given.page, *marks("before the tower", "python -m benchmarks.before_tower"))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.tables import markdown, write_between, write_whole
+from benchmarks.tables import markdown, marks, write_between, write_whole
 from vlexport.errors import ParityError, RequestError, VlexportError
 from vlexport.recipe import served_types
 
@@ -303,7 +303,7 @@ SECONDS = 150
 WIDTH = 120
 RESULTS = Path(__file__).parents[1] / "recipes" / "generic.json"
 PAGE = Path(__file__).parents[1] / "docs" / "generic.md"
-BEGIN, END = "<!-- classes, written by `python -m benchmarks.classes` -->", "<!-- end of classes -->"
+BEGIN, END = marks("classes", "python -m benchmarks.classes")
 
 
 def model_types() -> list[str]:

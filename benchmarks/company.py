@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from vlexport.recipes.demo.writing import write_checkpoint
 
-from benchmarks.tables import markdown, write_between
+from benchmarks.tables import markdown, marks, write_between
 from vlexport._build.export import trace
 from vlexport._build.request import request
 from vlexport._build.spec import BuildSpec
@@ -38,7 +38,7 @@ ON_ONNXRUNTIME = BACKENDS[:2]
 WIDE: dict[str, Any] = {"depth": 2, "hidden": 1280, "heads": 16, "inner": 2560, "levels": (0, 1)}
 WIDE |= {"with_decoder": False}
 PAGE = Path(__file__).parents[1] / "docs/results/company.md"
-BEGIN, END = "<!-- measured, written by `python -m benchmarks.company` -->", "<!-- end of measured -->"
+BEGIN, END = marks("measured", "python -m benchmarks.company")
 Rows = list[torch.Tensor]
 
 

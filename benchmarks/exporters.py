@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks.foreign import Exported, export_reference, inputs_of
 from benchmarks.plans import Contender
-from benchmarks.tables import markdown, write_between
+from benchmarks.tables import markdown, marks, write_between
 from benchmarks.towers import Grid, TowerSize, default_recipe, random_items, write_tower
 from benchmarks.worker import Job, Server
 from vlexport.parity.metrics import Incomparable, compare
@@ -27,8 +27,6 @@ from vlexport.recipe import Reference
 from vlexport.specs import MediaItem
 
 PAGE = Path("docs/results/exporters.md")
-BEGIN = "<!-- exporters, written by `python -m benchmarks.exporters` -->"
-END = "<!-- end of exporters -->"
 OURS = Contender(name="onnxruntime float32", kind="ours", library="onnxruntime")
 SIZE = TowerSize(depth=4, width=64, heads=4, inner=128, out=64, full_blocks=(1, 3))
 
@@ -171,4 +169,5 @@ if __name__ == "__main__":
     page: Path = parser.parse_args(sys.argv[1:]).page
     with tempfile.TemporaryDirectory() as folder:
         rows = compare_shapes(Path(folder))
-        write_between(page, BEGIN, END, f"{table(rows)}\n\n{spread(Path(folder) / 'spread')}")
+        text = f"{table(rows)}\n\n{spread(Path(folder) / 'spread')}"
+        write_between(page, *marks("exporters", "python -m benchmarks.exporters"), text)

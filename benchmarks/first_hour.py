@@ -21,9 +21,8 @@ from pathlib import Path
 
 from benchmarks.memory import steal
 from benchmarks.options import ROOT, parser_of
-from benchmarks.tables import markdown, publish
+from benchmarks.tables import markdown, marks, publish
 
-BEGIN, END = "<!-- measured, written by `python -m benchmarks.first_hour` -->", "<!-- end of measured -->"
 GIB = 2**30
 # The command line of the tree that PYTHONPATH names.
 MAIN = "import sys; from vlexport.cli import main; sys.exit(main())"
@@ -156,7 +155,7 @@ def main(arguments: Sequence[str]) -> None:
     memory, before, stolen = round(given.memory * GIB), os.getloadavg()[0], steal()
     steps = first_hour(given.folder, given.python, given.depth, memory, given.constraints)
     text = text_of(steps, memory, given.depth, before, steal() - stolen)
-    publish(text, given.page, BEGIN, END)
+    publish(text, given.page, *marks("measured", "python -m benchmarks.first_hour"))
 
 
 if __name__ == "__main__":

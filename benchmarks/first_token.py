@@ -24,13 +24,12 @@ from vlexport.recipes.demo.writing import write_checkpoint
 
 from benchmarks.options import parser_of, trees
 from benchmarks.plans import FULL, Question
-from benchmarks.tables import markdown, write_between
+from benchmarks.tables import markdown, marks, write_between
 from benchmarks.towers import THREE_BILLION
 from vlexport.errors import RequestError
 from vlexport.evaluate.intervals import paired
 from vlexport.target import processor_here
 
-BEGIN, END = "<!-- measured, written by `python -m benchmarks.first_token` -->", "<!-- end of measured -->"
 # `busy` is the first token in seconds of processors, which other work on the machine moves less.
 STAGES = ("tower", "prefill", "first_token", "busy", "per_token")
 SOONER = ("prefill", "first_token", "busy")
@@ -192,7 +191,7 @@ def main(arguments: Sequence[str]) -> None:
     )
     sys.stdout.write(f"{parts[-1]}\n")
     if given.page:
-        write_between(given.page, BEGIN, END, "\n\n".join(parts))
+        write_between(given.page, *marks("measured", "python -m benchmarks.first_token"), "\n\n".join(parts))
 
 
 if __name__ == "__main__":

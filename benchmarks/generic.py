@@ -17,14 +17,13 @@ from pathlib import Path
 
 from benchmarks.company import opened
 from benchmarks.options import parser_of
-from benchmarks.tables import markdown, publish
+from benchmarks.tables import markdown, marks, publish
 from benchmarks.towers import Grid, TowerSize, random_items, write_tower
 from benchmarks.turns import in_turn, seconds_of
 from vlexport._build.request import request
 from vlexport.parity.samples import prepared
 
 PAGE = Path(__file__).parents[1] / "docs" / "generic.md"
-BEGIN, END = "<!-- speed, written by `python -m benchmarks.generic` -->", "<!-- end of speed -->"
 WIDE = TowerSize(depth=2, width=1280, heads=16, inner=3420, out=2048, full_blocks=(1,))
 # Families, and towers with what sets each apart: windows, levels after two of three blocks.
 FAMILIES = {"qwen2_5_vl": WIDE, "qwen3_vl": replace(WIDE, depth=3)}
@@ -64,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
     given = parser_of("generic", __doc__, {"--rounds": 15, "--threads": 1}).parse_args(arguments)
     times = [row for family in FAMILIES for row in compare(family, given.rounds, given.threads)]
     head = ("family", "call", "its own recipe", "`generic`", "ratio", "difference")
-    publish("\n".join(markdown(head, times)), PAGE, BEGIN, END)
+    publish("\n".join(markdown(head, times)), PAGE, *marks("speed", "python -m benchmarks.generic"))
     return 3 if any(float(row[4]) > MOST for row in times) else 0
 
 

@@ -23,10 +23,9 @@ from typing import Any
 
 from benchmarks.options import parser_of
 from benchmarks.patience import tower
-from benchmarks.tables import markdown, publish, write_whole
+from benchmarks.tables import markdown, marks, publish, write_whole
 from vlexport.target import processor_here
 
-BEGIN, END = "<!-- growth, written by `python -m benchmarks.growth` -->", "<!-- end of growth -->"
 CONTENDERS = (
     "onnxruntime float32", "onnxruntime int8", "openvino float32", "openvino bfloat16", "openvino int8",
     "inductor float32", "inductor bfloat16", "inductor int8", "eager float32",
@@ -149,7 +148,7 @@ def main(arguments: Sequence[str]) -> None:
         f"{products}; {processor_here()}, load {loads[0]:.1f} to {loads[-1]:.1f}."
     )
     text = "\n".join([*markdown(COLUMNS, rows), "", words])
-    publish(text, given.page, BEGIN, END)
+    publish(text, given.page, *marks("growth", "python -m benchmarks.growth"))
 
 
 if __name__ == "__main__":

@@ -26,9 +26,8 @@ from PIL import Image
 
 from benchmarks.first_hour import GIB, MAIN, Step, apart, released_tower, step
 from benchmarks.options import parser_of, trees
-from benchmarks.tables import markdown, publish
+from benchmarks.tables import markdown, marks, publish
 
-BEGIN, END = "<!-- measured, written by `python -m benchmarks.opening` -->", "<!-- end of measured -->"
 INTO, OUT = "--output-dir", "--output"
 BACKENDS = {
     "eager": ("float32", "bfloat16"),
@@ -214,7 +213,7 @@ def main(arguments: Sequence[str]) -> None:
         f"\n\n{given.depth} blocks, {given.builds} builds and {given.rounds} rounds, each side in "
         f"turn; load {load:.1f} before and {os.getloadavg()[0]:.1f} after on {os.cpu_count()} processors."
     )
-    publish(text, given.page, BEGIN, END)
+    publish(text, given.page, *marks("measured", "python -m benchmarks.opening"))
 
 
 if __name__ == "__main__":

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 
 from benchmarks.plans import BASELINE, TWIN
 from benchmarks.results import Answered, Cell, Entry, QuestionCell, Result
-from benchmarks.tables import markdown
+from benchmarks.tables import markdown, marks
 from vlexport.evaluate.intervals import Interval, paired
 
-BEGIN = "<!-- measured, written by `python -m benchmarks --page` -->"
-END = "<!-- end of measured -->"
+BEGIN, END = marks("measured", "python -m benchmarks --page")
 
 # A twin that strays further shows that the machine was too noisy to distinguish contenders.
 WIDEST_TWIN = 0.05

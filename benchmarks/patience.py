@@ -20,11 +20,10 @@ from typing import Any
 
 from benchmarks.first_hour import apart
 from benchmarks.options import parser_of
-from benchmarks.tables import markdown, publish
+from benchmarks.tables import markdown, marks, publish
 from benchmarks.towers import TowerSize, default_recipe, write_tower
 from vlexport.system import SAFE
 
-BEGIN, END = "<!-- time left, written by `python -m benchmarks.patience` -->", "<!-- end of time left -->"
 MOMENTS = (0.1, 0.5, 0.9)
 
 
@@ -93,7 +92,7 @@ def main(arguments: Sequence[str]) -> None:
         "",
         *markdown(["seconds", *(f"{depth} blocks" if depth else "demo" for depth in depths)], medians),
     ]
-    publish("\n".join(lines), options.page, BEGIN, END)
+    publish("\n".join(lines), options.page, *marks("time left", "python -m benchmarks.patience"))
 
 
 if __name__ == "__main__":

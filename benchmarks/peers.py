@@ -25,10 +25,9 @@ from PIL import Image
 
 from benchmarks.first_hour import GIB, Step, step
 from benchmarks.options import ROOT, parser_of
-from benchmarks.tables import markdown, publish, write_whole
+from benchmarks.tables import markdown, marks, publish, write_whole
 from vlexport.target import processor_here
 
-BEGIN, END = "<!-- measured, written by `python -m benchmarks.peers` -->", "<!-- end of measured -->"
 # Frames, rows and columns of pixels; the family makes 1092 x 1932 of 1080 x 1920.
 SIZES = {
     "448x448": (1, 448, 448),
@@ -291,7 +290,7 @@ def main(arguments: Sequence[str]) -> None:
             for peer in peers[:: -1 if number % 2 else 1]:
                 run.call(peer, size, number)
     text = text_of(run, peers)
-    publish(text, settings.page, BEGIN, END)
+    publish(text, settings.page, *marks("measured", "python -m benchmarks.peers"))
 
 
 if __name__ == "__main__":

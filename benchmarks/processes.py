@@ -27,12 +27,10 @@ from PIL import Image
 from benchmarks import memory
 from benchmarks.options import parser_of
 from benchmarks.serving import SIZES
-from benchmarks.tables import markdown, publish, write_whole
+from benchmarks.tables import markdown, marks, publish, write_whole
 from benchmarks.towers import default_recipe, write_tower
 from vlexport.target import processor_here
 
-BEGIN = "<!-- processes, written by `python -m benchmarks.processes` -->"
-END = "<!-- end of processes -->"
 COUNTS, PICTURES, SIDE = (1, 2, 4), 16, 448
 ROWS = (SIDE // 28) ** 2
 LATE_S = 900
@@ -222,7 +220,7 @@ def main(arguments: Sequence[str]) -> None:
     kinds = [kind for kind in ("ray", "vllm") if (folder / f"{kind}.json").exists()]
     tables = [table_of(kind, json.loads((folder / f"{kind}.json").read_text())) for kind in kinds]
     text = "\n\n".join([*tables, f"{os.cpu_count()} processors, {processor_here()}."])
-    publish(text, given.page, BEGIN, END)
+    publish(text, given.page, *marks("processes", "python -m benchmarks.processes"))
 
 
 if __name__ == "__main__":

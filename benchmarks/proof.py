@@ -18,10 +18,8 @@ from PIL import Image
 from benchmarks.first_hour import GIB, Step, apart, step
 from benchmarks.options import parser_of
 from benchmarks.patience import tower
-from benchmarks.tables import markdown, publish
+from benchmarks.tables import markdown, marks, publish
 from vlexport.system import SAFE
-
-BEGIN, END = "<!-- proofs, written by `python -m benchmarks.proof` -->", "<!-- end of proofs -->"
 
 
 def command(folder: Path, *words: object) -> Step:
@@ -60,7 +58,7 @@ def main(arguments: Sequence[str]) -> None:
         f"(median), at most {times:.2f} times the memory; load {os.getloadavg()[0]:.1f}."
     )
     text = "\n".join([*markdown(("command", "s", "GiB"), rows), "", words])
-    publish(text, options.page, BEGIN, END)
+    publish(text, options.page, *marks("proofs", "python -m benchmarks.proof"))
     sys.stdout.write(proof[-1].out)
 
 

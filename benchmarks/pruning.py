@@ -30,7 +30,7 @@ from benchmarks.options import parser_of
 from benchmarks.packages import packaged
 from benchmarks.plans import Contender
 from benchmarks.run import describe_machine
-from benchmarks.tables import markdown, publish
+from benchmarks.tables import markdown, marks, publish
 from benchmarks.towers import Grid, TowerSize, default_recipe, random_items, write_tower
 from benchmarks.turns import in_turn, seconds_of
 from benchmarks.worker import Job, Server
@@ -44,8 +44,6 @@ from vlexport.positions.rules import PlacedMedia, PositionRule, PromptPositions,
 from vlexport.pruning.evs import EvsSelector, prune
 from vlexport.pruning.selectors import eager
 
-BEGIN = "<!-- pruning, written by `python -m benchmarks.pruning --page` -->"
-END = "<!-- end of pruning -->"
 FRAMES, PER_FRAME, WIDTH = 64, 256, 2048
 # What a compiled prune may cost, in reads, and pruning with positions, in towers.
 LIMITS = {"exact compiled": 12.0, "snap compiled": 4.0}
@@ -266,7 +264,7 @@ def main(arguments: list[str]) -> int:
     rows = [row for rate in given.rates for row in reads(scene, rate, given.rounds, with_eager=given.eager)]
     found, opened = shares(given.tower_rounds, given.threads), openings(given.opening_rounds)
     text = page(rows, found, opened, given.threads)
-    publish(text, given.page, BEGIN, END)
+    publish(text, given.page, *marks("pruning", "python -m benchmarks.pruning --page"))
     if given.out:
         towers = [
             {"grid": grid, "tower": tower.samples, "pruning": pruning.samples}

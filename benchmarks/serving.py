@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.options import parser_of
 from benchmarks.run import describe_machine
-from benchmarks.tables import markdown, publish
+from benchmarks.tables import markdown, marks, publish
 from benchmarks.towers import DecoderSize, Grid, TowerSize, default_recipe, write_tower
 from vlexport._build.build import build_checkpoint
 from vlexport._build.request import request
@@ -34,8 +34,6 @@ from vlexport.evaluate.intervals import paired
 from vlexport.integrations.vllm.bundle_tower import BundleSettings, BundleTower, open_tower
 from vlexport.integrations.vllm.models import READ
 
-BEGIN = "<!-- towers inside vLLM, written by `python -m benchmarks.serving --page` -->"
-END = "<!-- end of towers inside vLLM -->"
 SIZES = {
     "wide": (
         TowerSize(depth=8, width=1280, heads=16, inner=3420, out=2048, full_blocks=(7,)),
@@ -217,7 +215,7 @@ def main(arguments: list[str]) -> int:
 
     threads = torch.get_num_threads()
     text = page(samples, distances, given.size, threads, __version__)
-    publish(text, given.page, BEGIN, END)
+    publish(text, given.page, *marks("towers inside vLLM", "python -m benchmarks.serving --page"))
     if given.out:
         stored = {"schema": 1, "machine": describe_machine(threads), "size": given.size}
         stored |= {"samples": samples, "distances": distances}

@@ -26,12 +26,11 @@ from vlexport.recipes.demo.qwen2_5_vl import contents
 from vlexport.recipes.demo.writing import write_checkpoint
 
 from benchmarks.options import COMMON, parser_of
-from benchmarks.tables import markdown, publish
+from benchmarks.tables import markdown, marks, publish
 from benchmarks.towers import THREE_BILLION, TowerSize, default_recipe, write_tower
 from vlexport.backends import backend_names, find_backend, runs_here
 from vlexport.errors import VlexportError
 
-BEGIN, END = "<!-- measured, written by `python -m benchmarks.sizes` -->", "<!-- end of measured -->"
 # Costs of calls were taken from others, of depths 2 and 4 and widths 320, 640 and 1280; those of builds from
 # these.
 # Integers would not pass their check on sharp deep towers, and what blocks add has no part in sizes.
@@ -238,7 +237,7 @@ def main(arguments: Sequence[str]) -> None:
         text = plan_table(given.folder, given.only)
     else:
         text = released_table(given.folder, given.only, given.depth)
-    publish(text, given.page, BEGIN, END)
+    publish(text, given.page, *marks("measured", "python -m benchmarks.sizes"))
 
 
 if __name__ == "__main__":

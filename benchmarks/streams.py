@@ -20,7 +20,7 @@ import torch
 from benchmarks.answers import FRAMES_PER_SECOND, WORDS, noise, opened
 from benchmarks.options import parser_of
 from benchmarks.plans import FULL
-from benchmarks.tables import markdown, publish
+from benchmarks.tables import markdown, marks, publish
 from benchmarks.towers import default_recipe
 from benchmarks.turns import in_turn, seconds_of
 from vlexport.evaluate.intervals import paired
@@ -28,8 +28,6 @@ from vlexport.runtime.pipeline import Pipeline
 from vlexport.runtime.request import Generation, Request
 from vlexport.runtime.video_stream import VideoStream
 
-BEGIN = "<!-- streams, written by `python -m benchmarks.streams` -->"
-END = "<!-- end of streams -->"
 PAIRS, PART, SIDE = 1_000, 200, 56
 FRAMES, FILM_SIDE, SHARE = 64, 224, 0.2
 ONE_TOKEN = Generation(max_new_tokens=1, ignore_end=True)
@@ -104,7 +102,7 @@ def main(arguments: Sequence[str]) -> None:
     pushed = f"{about} Pairs of frames of {sides[0]}, of streams of ten and of one of {PAIRS}, in turn:"
     asked = f"The first token about {FRAMES} frames of {sides[1]}, {given.rounds} rounds:"
     text = "\n".join((pushed, "", *markdown(head, [grown]), "", asked, "", *markdown(columns, [begun])))
-    publish(text + "\n", given.page, BEGIN, END)
+    publish(text + "\n", given.page, *marks("streams", "python -m benchmarks.streams"))
 
 
 if __name__ == "__main__":

@@ -16,13 +16,15 @@ from vlexport.backends import backend_names, find_backend
 from vlexport.errors import RequestError
 from vlexport.recipe import list_recipes
 
-BEGIN = "<!-- support table, written by `make docs` -->"
-END = "<!-- end of support table -->"
-
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Return the lines of a table."""
     return [f"| {' | '.join(head)} |", "|" + "---|" * len(head), *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def marks(what: str, writer: str) -> tuple[str, str]:
+    """Return the lines of a page that a part stands between; the first says which command writes it."""
+    return f"<!-- {what}, written by `{writer}` -->", f"<!-- end of {what} -->"
 
 
 def replaced(text: str, begin: str, end: str, new: str) -> str:
@@ -72,7 +74,7 @@ def with_table(text: str) -> str:
         "",
         *markdown(("backend", "precision", "extra to install", "what it runs"), backends),
     ]
-    return replaced(text, BEGIN, END, "\n".join(lines))
+    return replaced(text, *marks("support table", "make docs"), "\n".join(lines))
 
 
 if __name__ == "__main__":

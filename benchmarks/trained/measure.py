@@ -16,7 +16,7 @@ import torch
 
 import vlexport
 from benchmarks.run import describe_machine
-from benchmarks.tables import markdown, write_between, write_whole
+from benchmarks.tables import markdown, marks, write_between, write_whole
 from benchmarks.trained import scenes
 from benchmarks.trained.evaluate import evaluate
 from benchmarks.trained.task import HELD_OUT_SEED, write_task
@@ -171,8 +171,7 @@ def measure(part: str, folders: Sequence[Path], count: int, show: Show, **option
     result = measured(folders, count, show, **options)
     content = {"questions": count, "machine": describe_machine(threads=1), "result": result}
     write_whole(HERE / f"{part}.json", json.dumps(content, indent=1) + "\n")
-    begin, end = f"<!-- {part}, written by `measure {part}` -->", f"<!-- end of {part} -->"
-    write_between(PAGE, begin, end, "\n".join(["", *table(content), ""]))
+    write_between(PAGE, *marks(part, f"measure {part}"), "\n".join(["", *table(content), ""]))
 
 
 def _accuracy_table(content: dict[str, Any]) -> list[str]:
