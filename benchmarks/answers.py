@@ -17,8 +17,7 @@ from benchmarks.plans import Plan, Question
 from benchmarks.results import Answered, QuestionCell
 from benchmarks.towers import write_tower
 from benchmarks.turns import in_turn
-from vlexport._build.build import build_checkpoint
-from vlexport._build.request import request
+from vlexport._build.build import build
 from vlexport.backends import Options
 from vlexport.checkpoint import Checkpoint
 from vlexport.runtime.encoder import EncoderOptions
@@ -56,10 +55,9 @@ def opened(
 ) -> Pipeline:
     """Build the plan's tower for its backend, and open it with its decoder."""
     place = write_tower(folder / "checkpoint", recipe, plan.size, plan.decoder, plan.seed)
-    source, backend = Checkpoint.open(place), plan.asked_backend
-    spec = request(source, backend, recipe=recipe, selector=selector, output_dir=folder / "engines")
-    bundle, options = build_checkpoint(spec).require_passed(), Options(threads=threads)
-    return load(bundle.path, checkpoint=source, options=options, runtime=NOTHING_KEPT)
+    source, engines = Checkpoint.open(place), folder / "engines"
+    bundle = build(source, plan.asked_backend, recipe=recipe, selector=selector, output_dir=engines)
+    return load(bundle.path, checkpoint=source, options=Options(threads=threads), runtime=NOTHING_KEPT)
 
 
 def noise(frames: int, side: int, seed: int = 0) -> Pixels:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
+import vlexport
 from benchmarks.classes import (
     BEGIN,
     END,
@@ -34,7 +35,6 @@ from benchmarks.classes import (
 )
 from benchmarks.memory import own as resident
 from benchmarks.tables import write_between, write_whole
-from vlexport._build.build import build_checkpoint
 from vlexport._build.request import request
 from vlexport.bundle import Bundle
 from vlexport.checkpoint import Checkpoint
@@ -135,11 +135,8 @@ def _fit(config: Any) -> None:
 
 
 def build(folder: Path, recipe: str | None = None, backend: str = "onnxruntime") -> Bundle:
-    """Build the checkpoint in a folder."""
-    spec = request(Checkpoint.open(folder), recipe=recipe, backend=backend, output_dir=folder / "engines")
-    built = build_checkpoint(spec, lambda *_: None)
-    built.require_passed()
-    return built.bundle
+    engines = folder / "engines"
+    return vlexport.build(folder, backend, recipe=recipe, output_dir=engines, progress=lambda *_: None)
 
 
 def owner_of(model: Any) -> Any:

@@ -34,10 +34,8 @@ from benchmarks.tables import markdown, marks, publish
 from benchmarks.towers import Grid, TowerSize, default_recipe, random_items, write_tower
 from benchmarks.turns import in_turn, seconds_of
 from benchmarks.worker import Job, Server
-from vlexport._build.build import build_checkpoint
-from vlexport._build.request import request
+from vlexport._build.build import build
 from vlexport._build.token_graphs import TokenGraphs
-from vlexport.checkpoint import Checkpoint
 from vlexport.evaluate.intervals import paired
 from vlexport.positions.mrope import pruned_positions
 from vlexport.positions.rules import PlacedMedia, PositionRule, PromptPositions, merged_sides, num_tokens
@@ -185,12 +183,11 @@ print(time.perf_counter() - started)
 def openings(rounds: int) -> dict[str, list[float]]:
     """Open the same bundle with packages and without, in fresh processes and in turn."""
     with tempfile.TemporaryDirectory() as place:
-        source = Checkpoint.open(write_tower(Path(place) / "tower", default_recipe(), SMALL))
+        source = write_tower(Path(place) / "tower", default_recipe(), SMALL)
         bundles = {}
         for name, cxx in (("compiled", os.environ.get("CXX", "g++")), ("eager", "/nowhere")):
             with patch.dict(os.environ, {"CXX": cxx}):
-                spec = request(source, backend="onnxruntime", output_dir=Path(place) / name)
-                bundles[name] = build_checkpoint(spec).require_passed().path
+                bundles[name] = build(source, "onnxruntime", output_dir=Path(place) / name).path
         return in_turn({name: partial(opening, path) for name, path in bundles.items()}, rounds)
 
 

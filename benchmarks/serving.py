@@ -26,8 +26,7 @@ from benchmarks.options import parser_of
 from benchmarks.run import describe_machine
 from benchmarks.tables import markdown, marks, publish
 from benchmarks.towers import DecoderSize, Grid, TowerSize, default_recipe, write_tower
-from vlexport._build.build import build_checkpoint
-from vlexport._build.request import request
+from vlexport._build.build import build
 from vlexport.checkpoint import Checkpoint
 from vlexport.evaluate.bench import order_of
 from vlexport.evaluate.intervals import paired
@@ -78,15 +77,8 @@ def measure(source: Path, rounds: int) -> tuple[Samples, Mapping[str, float]]:
     """Return seconds by workload and contender, and the worst distance of each bundle's rows."""
     from vllm import LLM  # noqa: TID251  no part of the package
 
-    checkpoint = Checkpoint.open(source)
-    bundles = {
-        backend: build_checkpoint(
-            request(checkpoint, backend=backend, output_dir=source.with_name("engines"))
-        )
-        .require_passed()
-        .path
-        for backend in BACKENDS
-    }
+    checkpoint, engines = Checkpoint.open(source), source.with_name("engines")
+    bundles = {backend: build(checkpoint, backend, output_dir=engines).path for backend in BACKENDS}
     limits = {"image": 8, "video": 1}
     model = LLM(
         str(source), dtype="float32", enforce_eager=True, max_model_len=4096, limit_mm_per_prompt=limits
@@ -126,9 +118,7 @@ def measure_choices(source: Path, rounds: int) -> Mapping[str, tuple[int, list[f
     """Return tokens of the prompt and seconds of a request, by what chooses the cells of its video."""
     from vllm import LLM, SamplingParams  # noqa: TID251  no part of the package
 
-    built = build_checkpoint(
-        request(Checkpoint.open(source), backend=BACKENDS[0], output_dir=source.with_name("engines"))
-    )
+    bundle = build(source, BACKENDS[0], output_dir=source.with_name("engines"))
     model = LLM(
         str(source),
         dtype="float32",
@@ -138,7 +128,7 @@ def measure_choices(source: Path, rounds: int) -> Mapping[str, tuple[int, list[f
         enable_prefix_caching=False,
         mm_processor_cache_gb=0,
         mm_processor_kwargs={"prune_before": None},
-        additional_config={"vlexport": {"bundle": str(built.require_passed().path)}},
+        additional_config={"vlexport": {"bundle": str(bundle.path)}},
     )
     # A square that moves over a ground that does not.
     random = torch.Generator().manual_seed(0)
