@@ -139,12 +139,13 @@ def train(wanted: Training, show: Callable[[str], None]) -> None:
         moment = Moment(seed=seed, step=step, crowd=crowd)
         # A core each: images and videos take about as long.
         sides = [cores.submit(one_side, trained, weights, medium, moment) for medium in scenes.MEDIA]
-        for medium, side in zip(scenes.MEDIA, (each.result() for each in sides), strict=True):
-            losses[medium].append(side.loss)
-            losses[f"{medium} cells"].append(side.aid)
-            for name, good in side.right:
+        for medium, side in zip(scenes.MEDIA, sides, strict=True):
+            loss, aid, right, gradients = side.result()
+            losses[medium].append(loss)
+            losses[f"{medium} cells"].append(aid)
+            for name, good in right:
                 tally[name].append(good)
-            for weight, gradient in zip(weights, side.gradients, strict=True):
+            for weight, gradient in zip(weights, gradients, strict=True):
                 weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
@@ -175,27 +176,15 @@ def train(wanted: Training, show: Callable[[str], None]) -> None:
     cores.shutdown()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Side:
-    """Losses and gradients of the images or of the videos of a step, and which answers were right."""
-
-    loss: float
-    aid: float
-    gradients: tuple[Tensor, ...]
-    right: list[tuple[str, bool]]
-
-
-def one_side(trained: TrainedModel, weights: Sequence[Tensor], medium: str, moment: Moment) -> Side:
-    """Draw a batch and return its gradients."""
+def one_side(
+    trained: TrainedModel, weights: Sequence[Tensor], medium: str, moment: Moment
+) -> tuple[float, float, list[tuple[str, bool]], tuple[Tensor, ...]]:
+    """Return losses of the images or videos of a step, which answers were right, and the gradients."""
     batch, categories = make_batch(trained, medium, moment)
     loss, aid, right = trained.loss(batch)
-    return Side(
-        loss=loss.item(),
-        aid=aid.item(),
-        gradients=torch.autograd.grad(loss + aid, weights),
-        right=[
-            (name, good)
-            for row, names in zip(right.tolist(), categories, strict=True)
-            for good, name in zip(row, names, strict=False)
-        ],
-    )
+    answers = [
+        (name, good)
+        for row, names in zip(right.tolist(), categories, strict=True)
+        for good, name in zip(row, names, strict=False)
+    ]
+    return loss.item(), aid.item(), answers, torch.autograd.grad(loss + aid, weights)
