@@ -22,6 +22,7 @@ from typing import Any
 from vlexport.recipes.demo import qwen2_5_vl as demo
 from vlexport.recipes.demo.writing import write_checkpoint
 
+from benchmarks.first_hour import apart
 from benchmarks.options import parser_of, trees
 from benchmarks.plans import FULL, Question
 from benchmarks.tables import markdown, marks, write_between
@@ -88,17 +89,12 @@ class Side:
 
     def __init__(self, name: str, tree: Path, python: str, folder: Path, *words: object) -> None:
         self.name = name
-        own = {"XDG_DATA_HOME": str(folder / name / "data"), "PYTHONPATH": str(tree), "HF_HUB_OFFLINE": "1"}
         line = [python, "-c", WORKER, str(folder / name), *map(str, words)]
         # With -c, modules of the working directory come before those of PYTHONPATH.
         self._process = subprocess.Popen(
-            line,
-            env={**os.environ, **own},
-            cwd=tree,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+            line, env=apart(folder / name, PYTHONPATH=str(tree)), cwd=tree,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
 
     def answer(self, question: Question, tower: str, dtype: str) -> Answered:
         assert self._process.stdin is not None
