@@ -9,15 +9,14 @@ from pathlib import Path
 from benchmarks.trained import scenes
 from benchmarks.trained.measure import PARTS, measure
 from benchmarks.trained.task import HELD_OUT_COUNT, HELD_OUT_SEED, SHOWN, write_shown, write_task
-from benchmarks.trained.train import STEPS, Training, train
+from benchmarks.trained.train import STEPS, train
 
 
 def main(words: list[str]) -> int:
     """Run one of the four."""
     given = _parser().parse_args(words)
     if given.verb == "train":
-        names = ("folder", "seed", "steps", "stop")
-        train(Training(**{name: getattr(given, name) for name in names}), _show)
+        train(given.folder, _show, seed=given.seed, steps=given.steps, stop=given.stop)
     elif given.verb == "task":
         _show(str(write_task(given.folder, given.count, given.seed, given.kinds)))
     elif given.verb == "scene":

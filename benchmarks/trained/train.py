@@ -96,20 +96,11 @@ def rate(step: int, steps: int) -> float:
     return PEAK * 0.5 * (1 + math.cos(math.pi * (step - WARM_UP) / (steps - WARM_UP)))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Training:
-    """Where to train, from which seed, for how many steps, and after which to leave off."""
-
-    folder: Path
-    seed: int = 0
-    steps: int = STEPS
-    stop: int | None = None
-
-
-def train(wanted: Training, show: Callable[[str], None]) -> None:
-    """Train, or go on from `FOLDER/training/state.pt`; `curve.jsonl` beside it has the losses."""
-    folder, seed, steps = wanted.folder, wanted.seed, wanted.steps
-    end = min(steps, wanted.stop or steps)
+def train(
+    folder: Path, show: Callable[[str], None], *, seed: int = 0, steps: int = STEPS, stop: int | None = None
+) -> None:
+    """Train to a step, or go on from `FOLDER/training/state.pt`; `curve.jsonl` beside it has the losses."""
+    end = min(steps, stop or steps)
     torch.manual_seed(seed)
     trained = TrainedModel(folder)
     trained.initialise(seed)

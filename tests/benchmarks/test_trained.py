@@ -259,9 +259,9 @@ def _losses(model: Qwen2_5_VLForConditionalGeneration, fresh, kind, frames, ids,
 @pytest.mark.slow
 def test_a_training_that_was_cut_off_goes_on_to_the_same_weights(small, tmp_path):
     lines: list[str] = []
-    train.train(train.Training(folder=tmp_path / "whole", steps=4), lines.append)
+    train.train(tmp_path / "whole", lines.append, steps=4)
     for stop in (1, 4):
-        train.train(train.Training(folder=tmp_path / "cut", steps=4, stop=stop), lines.append)
+        train.train(tmp_path / "cut", lines.append, steps=4, stop=stop)
     one, other = (torch.load(tmp_path / name / "training" / "state.pt") for name in ("whole", "cut"))
     assert all(torch.equal(one["model"][name], other["model"][name]) for name in one["model"])
 
