@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterable, Sequence
 from inspect import signature
@@ -15,6 +14,7 @@ from vlexport import build
 from vlexport.backends import backend_names, find_backend
 from vlexport.errors import RequestError
 from vlexport.recipe import list_recipes
+from vlexport.system import write_synced
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -39,9 +39,7 @@ def replaced(text: str, begin: str, end: str, new: str) -> str:
 def write_whole(path: Path, text: str) -> None:
     """Write beside and rename, so that a killed run leaves the last whole file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
+    write_synced(path, text.encode())
 
 
 def write_between(page: Path, begin: str, end: str, new: str) -> None:
