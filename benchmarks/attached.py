@@ -19,22 +19,9 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 import vlexport
-from benchmarks.classes import (
-    BEGIN,
-    END,
-    PAGE,
-    REACHES,
-    RESULTS,
-    SECONDS,
-    limited,
-    page,
-    random_state,
-    reason,
-    tiny_config,
-    write_pixels,
-)
+from benchmarks import classes
 from benchmarks.memory import own as resident
-from benchmarks.tables import write_between, write_whole
+from benchmarks.tables import write_whole
 from vlexport._build.request import request
 from vlexport.bundle import Bundle
 from vlexport.checkpoint import Checkpoint
@@ -73,9 +60,9 @@ def whole_model(model_type: str, folder: Path) -> Any:
     from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForMultimodalLM
 
     for auto in (AutoModelForMultimodalLM, AutoModelForMaskedLM, AutoModel):
-        for wanted, layers in REACHES:
+        for wanted, layers in classes.REACHES:
             try:
-                config = tiny_config(model_type, wanted, layers)
+                config = classes.tiny_config(model_type, wanted, layers)
                 _fit(config)
                 # As it is read: some sizes follow from others then.
                 config, factory = type(config).from_dict(config.to_dict()), cast("Any", auto)
@@ -88,14 +75,14 @@ def whole_model(model_type: str, folder: Path) -> Any:
             except Exception as error:  # noqa: BLE001  configurations raise errors of their own
                 problem = error
                 continue
-            state = random_state(model)
+            state = classes.random_state(model)
             model.load_state_dict({**model.state_dict(), **state})
             folder.mkdir(parents=True, exist_ok=True)
             # What transformers joins and cuts while it loads is refused by recipe `generic`.
             model.save_pretrained(folder, save_original_format=model_type not in JOINED)
             if hasattr(model, "load_speakers"):
                 torch.save({}, folder / "spk_dict.pt")
-            write_pixels(folder, owner)
+            classes.write_pixels(folder, owner)
             return type(model).from_pretrained(folder).eval()
     raise problem
 
@@ -389,9 +376,9 @@ def wide(folder: Path) -> None:
         vision_feature_select_strategy="full",
     )
     model = LlavaForConditionalGeneration(config)
-    model.load_state_dict({**model.state_dict(), **random_state(model)})
+    model.load_state_dict({**model.state_dict(), **classes.random_state(model)})
     model.save_pretrained(folder)
-    write_pixels(folder, model.model)
+    classes.write_pixels(folder, model.model)
 
 
 def held(folder: Path, bundle: Path) -> dict[str, int]:
@@ -431,20 +418,20 @@ def main(names: list[str]) -> None:
     if names == ["--memory"]:
         sys.stdout.writelines(f"{name}: {count:,}\n" for name, count in memory().items())
         return
-    stored = json.loads(RESULTS.read_text(encoding="utf-8"))
-    classes = {each["model_type"]: each for each in stored["classes"]}
+    stored = json.loads(classes.RESULTS.read_text(encoding="utf-8"))
+    by_type = {each["model_type"]: each for each in stored["classes"]}
     with tempfile.TemporaryDirectory() as folder:
-        for name in names or [name for name, each in classes.items() if each["exports"]]:
+        for name in names or [name for name, each in by_type.items() if each["exports"]]:
             try:
-                with limited(SECONDS):
+                with classes.limited(classes.SECONDS):
                     outcome = attached(name, Path(folder) / name)
             except Exception as problem:  # noqa: BLE001  classes raise errors of their own
-                outcome = reason(problem, Path(folder))
-            classes[name]["attach"] = outcome
+                outcome = classes.reason(problem, Path(folder))
+            by_type[name]["attach"] = outcome
             sys.stdout.write(f"{name}: {outcome}\n")
             sys.stdout.flush()
-            write_whole(RESULTS, json.dumps(stored, indent=1) + "\n")
-    write_between(PAGE, BEGIN, END, "\n".join(page(stored["classes"])))
+            write_whole(classes.RESULTS, json.dumps(stored, indent=1) + "\n")
+    classes.write_page(stored["classes"])
 
 
 if __name__ == "__main__":

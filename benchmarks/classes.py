@@ -303,7 +303,6 @@ SECONDS = 150
 WIDTH = 120
 RESULTS = Path(__file__).parents[1] / "recipes" / "generic.json"
 PAGE = Path(__file__).parents[1] / "docs" / "generic.md"
-BEGIN, END = marks("classes", "python -m benchmarks.classes")
 
 
 def model_types() -> list[str]:
@@ -421,11 +420,11 @@ def main(names: Sequence[str]) -> None:
             ordered = [classes[key] for key in sorted(classes)]
             content = {"transformers": transformers.__version__, "classes": ordered}
             write_whole(RESULTS, json.dumps(content, indent=1) + "\n")
-    write_between(PAGE, BEGIN, END, "\n".join(page(ordered)))
+    write_page(ordered)
 
 
-def page(classes: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the lines of the tables: what exports, by what it takes and gives, and what fails and why."""
+def write_page(classes: Sequence[Mapping[str, Any]]) -> None:
+    """Write the tables: what exports, by what it takes and gives, and what fails and why."""
     good = [each for each in classes if each["exports"]]
     bad = [each for each in classes if not each["exports"]]
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
@@ -444,15 +443,12 @@ def page(classes: Sequence[Mapping[str, Any]]) -> list[str]:
     same = ", ".join(f"`{each['model_type']}`" for each in good if each.get("attach") == "equal")
     rows = ", ".join(f"`{each['model_type']}`" for each in good if each.get("attach") == "features equal")
     apart = [
-        (
-            f"`{each['model_type']}`",
-            str(each.get("attach", "not tried")).replace("|", "\\|"),
-        )
+        (f"`{each['model_type']}`", str(each.get("attach", "not tried")).replace("|", "\\|"))
         for each in good
         if each.get("attach") not in ("equal", "features equal")
     ]
     fails = [(f"`{each['model_type']}`", each["step"], each["reason"].replace("|", "\\|")) for each in bad]
-    return [
+    lines = [
         f"{len(good)} of {len(classes)} export; {own} have a recipe of their own.",
         "",
         *markdown(("takes", "outputs", "model types", "parity, worst", "another mix, worst"), works),
@@ -468,6 +464,7 @@ def page(classes: Sequence[Mapping[str, Any]]) -> list[str]:
         "",
         *markdown(("model type", "fails at", "reason"), fails),
     ]
+    write_between(PAGE, *marks("classes", "python -m benchmarks.classes"), "\n".join(lines))
 
 
 if __name__ == "__main__":
