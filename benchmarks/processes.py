@@ -184,9 +184,9 @@ def table_of(kind: str, stored: Mapping[str, Any]) -> str:
     from vlexport.evaluate.intervals import paired
 
     title = {"ray": "The program for Ray", "vllm": "Encoders of vLLM"}[kind]
-    by_count = {
-        count: [each for each in stored["found"] if each["count"] == count] for count in COUNTS
-    }  # in the order of rounds
+    found = stored["found"]
+    # In the order of rounds.
+    by_count = {count: [each for each in found if each["count"] == count] for count in COUNTS}
     base = [each["seconds"] for each in by_count[1]]
     rows = []
     for count, runs in by_count.items():
@@ -195,7 +195,7 @@ def table_of(kind: str, stored: Mapping[str, Any]) -> str:
         moved = (3 * 28 * 28, runs[0]["out"] / (PICTURES * ROWS))
         numbers = (f"{speed:.0f}", str(paired(base, seconds)), f"{statistics.median(held):.1f}")
         rows.append((str(count), str(runs[0]["threads"]), *numbers, *(f"{each:.0f}" for each in moved)))
-    loads = [each["load"] for each in stored["found"]]
+    loads = [each["load"] for each in found]
     about = f"{stored['rounds']} rounds in turn, load {min(loads):.1f} to {max(loads):.1f}"
     return "\n".join([f"{title}, {about}:", "", *markdown(COLUMNS, rows)])
 

@@ -141,9 +141,8 @@ def worst(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 def failed(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return levels and checks that did not pass."""
-    return sorted(
-        {f"{row['level']} {row['check']}" for row in rows if row["verdict"] in ("failed", "blocked")}
-    )
+    wrong = (row for row in rows if row["verdict"] in ("failed", "blocked"))
+    return sorted({f"{row['level']} {row['check']}" for row in wrong})
 
 
 def planned(folder: Path, source: Path, cell: Cell, side: int) -> tuple[dict[str, int], dict[str, int]]:
@@ -154,11 +153,8 @@ def planned(folder: Path, source: Path, cell: Cell, side: int) -> tuple[dict[str
     if plan["code"] or found["build"]["code"] or found["encode"]["code"]:
         raise VlexportError(f"{cell.name}: a command failed: {plan['last']} {found}")
     needs = plan["document"]
-    computed = {
-        "disk": needs["disk_bytes"],
-        "build": needs["build_memory_bytes"],
-        "run": needs["run_memory_bytes"][1],
-    }
+    memory = {"build": needs["build_memory_bytes"], "run": needs["run_memory_bytes"][1]}
+    computed = {"disk": needs["disk_bytes"], **memory}
     return computed, {"disk": found["disk"], "build": found["build"]["peak"], "run": found["encode"]["peak"]}
 
 
