@@ -23,6 +23,7 @@ from typing import Any
 
 from benchmarks.options import parser_of
 from benchmarks.patience import tower
+from benchmarks.sizes import command
 from benchmarks.tables import markdown, marks, publish, write_whole
 from vlexport.target import processor_here
 
@@ -81,29 +82,22 @@ def calls(bundle: str, precision: str, sizes: Sequence[int], threads: int) -> No
             sys.stdout.flush()
 
 
-def python(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run a module in a process of its own."""
-    return subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, check=False)
-
-
 def measured(folder: Path, name: str, given: argparse.Namespace) -> dict[str, Any]:
     """Build unless that was done, and call; what fails has its last line."""
     backend, _, precision = name.partition(" ")
     checkpoint, engines = tower(folder, DEPTH), folder / name.replace(" ", "-")
-    chosen = ["--quantize", "int8"] if precision == "int8" else ["--dtype", precision]
-    words = ["build", str(checkpoint), "--backend", backend, *chosen, "--output-dir", str(engines)]
-    limits = ["--max-pixels", str(2576 * 1904), "--max-images", "1"]
-    began = time.monotonic()
-    built = python("vlexport", *words, *limits, "--json")
-    if built.returncode not in (0, 3):
-        return {"reason": built.stderr.strip().splitlines()[-1]}
-    document = json.loads(built.stdout)
-    job = json.dumps([document["bundle"], precision, given.sizes, given.threads])
-    ran = python("benchmarks.growth", str(folder), "--job", job)
+    chosen = ("--quantize", "int8") if precision == "int8" else ("--dtype", precision)
+    limits = ("--max-pixels", 2576 * 1904, "--max-images", 1)
+    built = command("build", checkpoint, "--backend", backend, *chosen, "--output-dir", engines, *limits)
+    if built["code"] not in (0, 3):
+        return {"reason": built["last"]}
+    job = json.dumps([built["document"]["bundle"], precision, given.sizes, given.threads])
+    words = [sys.executable, "-m", "benchmarks.growth", str(folder), "--job", job]
+    ran = subprocess.run(words, capture_output=True, text=True, check=False)
     lines = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
     reason = ran.stderr.strip().splitlines()[-1][:200] if ran.returncode else ""
-    parity = document["parity"]["status"]
-    return {"built": time.monotonic() - began, "parity": parity, "calls": lines, "reason": reason}
+    parity = built["document"]["parity"]["status"]
+    return {"built": built["seconds"], "parity": parity, "calls": lines, "reason": reason}
 
 
 def rows_of(name: str, found: Mapping[str, Any]) -> list[tuple[str, ...]]:
