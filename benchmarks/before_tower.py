@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -93,11 +92,11 @@ def answers(pipeline: Pipeline, rounds: int) -> Iterator[tuple[str, ...]]:
         yield name, *seconds, str(sooner)
 
 
-def main(arguments: Sequence[str]) -> None:
+def main() -> None:
     """Measure, print, and write the page where wanted."""
     parser = parser_of("before_tower", __doc__, {"folder": None, "--rounds": 5, "--page": None})
     parser.add_argument("pages", type=Path, nargs="+", help="pictures of pages")
-    given = parser.parse_args(arguments)
+    given = parser.parse_args()
     threads = os.cpu_count() or 1
     torch.set_num_threads(threads)
     media = {"16 frames of 448x448": (film(), VIDEO)}
@@ -123,4 +122,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import os
 import statistics
-import sys
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -86,10 +84,10 @@ def first_tokens(pipeline: Pipeline, rounds: int) -> tuple[str, ...]:
     )
 
 
-def main(arguments: Sequence[str]) -> None:
+def main() -> None:
     """Measure, print, and write the page where wanted."""
     taken = {"folder": None, "--rounds": 5, "--page": None}
-    given = parser_of("streams", __doc__, taken).parse_args(arguments)
+    given = parser_of("streams", __doc__, taken).parse_args()
     threads = os.cpu_count() or 1
     torch.set_num_threads(threads)
     with opened(FULL, default_recipe(), given.folder, threads) as pipeline:
@@ -106,4 +104,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
