@@ -19,7 +19,6 @@ from vlexport.errors import VlexportError
 
 
 def main(arguments: list[str]) -> int:
-    """Measure, write samples and page, print the summary."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a small tower, in a few minutes")
     parser.add_argument("--recipe", default="", help="default: the first with a windowed tower")

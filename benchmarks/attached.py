@@ -405,7 +405,6 @@ def held(folder: Path, bundle: Path) -> dict[str, int]:
 
 
 def memory() -> dict[str, int]:
-    """Return what a model holds with its engine attached."""
     with tempfile.TemporaryDirectory() as place:
         wide(Path(place))
         bundle = build(Path(place), "generic")

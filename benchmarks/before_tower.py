@@ -93,7 +93,6 @@ def answers(pipeline: Pipeline, rounds: int) -> Iterator[tuple[str, ...]]:
 
 
 def main() -> None:
-    """Measure, print, and write the page where wanted."""
     parser = parser_of("before_tower", __doc__, {"folder": None, "--rounds": 5, "--page": None})
     parser.add_argument("pages", type=Path, nargs="+", help="pictures of pages")
     given = parser.parse_args()

@@ -171,7 +171,6 @@ def shrunk(config: Any, wanted: Callable[[str], bool], layers: slice, own: str =
 
 
 def tiny_config(model_type: str, wanted: Callable[[str], bool], layers: slice) -> Any:
-    """Return the tiny configuration of a model type."""
     from transformers import AutoConfig
 
     config = shrunk(AutoConfig.for_model(model_type), wanted, layers)
@@ -183,7 +182,6 @@ def tiny_config(model_type: str, wanted: Callable[[str], bool], layers: slice) -
 
 
 def _set(config: Any, name: str, value: object) -> None:
-    """Set what a configuration lets be set."""
     with suppress(Exception):
         setattr(config, name, value)
 

@@ -133,7 +133,6 @@ def _rows_of_page() -> list[list[str]]:
 
 
 def main() -> None:
-    """Measure and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=850, help="mixes of each tiny tower on ONNX Runtime")
     parser.add_argument("--wide", type=int, default=0, help="mixes of each tower of width 1280")

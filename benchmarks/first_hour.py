@@ -147,7 +147,6 @@ def text_of(steps: Sequence[Step], memory: int, depth: int, before: float, stole
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measure, print the table, and write it into a page."""
     parser = parser_of("first_hour", __doc__, {"folder": None, "--depth": 32, "--memory": 16, "--page": None})
     parser.add_argument("--python", default=sys.executable, help="interpreter of the fresh environment")
     parser.add_argument("--constraints", type=Path, default=ROOT / "tests/constraints.txt", help="pins")

@@ -162,7 +162,6 @@ def write_model(folder: Path, layers: int) -> Path:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measure, print the tables, and write them into a page."""
     taken = {"folder": None, "--old": None, "--old-python": sys.executable, "--threads": 2, "--page": None}
     parser = parser_of("first_token", __doc__, taken)
     parser.add_argument("--half-tower", default="inductor", help="backend of towers in bfloat16")

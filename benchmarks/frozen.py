@@ -183,7 +183,6 @@ def _write_media(folder: Path) -> None:
 
 
 def main() -> int:
-    """Run the program."""
     taken = {"folder": None, "--old": None, "--old-python": sys.executable}
     options = parser_of("frozen", __doc__, taken).parse_args()
     folder: Path = options.folder

@@ -114,7 +114,6 @@ def rows_of(name: str, found: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measure what is missing, print the table, and write it into a page."""
     taken = {"folder": None, "--threads": os.cpu_count(), "--page": None}
     parser = parser_of("growth", __doc__, taken)
     parser.add_argument("--engines", nargs="+", default=list(CONTENDERS), help="as 'onnxruntime int8'")

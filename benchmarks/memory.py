@@ -26,7 +26,6 @@ def own_peak() -> int:
 
 
 def forget_peak() -> None:
-    """Start the peak anew."""
     if sys.platform == "linux":
         # 5 resets the peak: proc(5), /proc/pid/clear_refs.
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")

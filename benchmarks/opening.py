@@ -183,7 +183,6 @@ def compared(sides: Sequence[Side], found: Mapping[str, Mapping[str, Sequence[fl
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measure, print the table, and write it into a page."""
     taken = {"folder": None, "--old": None, "--old-python": sys.executable, "--depth": 32, "--rounds": 5}
     parser = parser_of("opening", __doc__, {**taken, "--memory": 16, "--page": None})
     parser.add_argument("--builds", type=int, default=2)

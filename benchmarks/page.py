@@ -85,7 +85,6 @@ class Timing:
     over_floor: Interval | None = None
 
     def columns(self, patches: int) -> list[str]:
-        """Return the row of the cell's table."""
         if self.seconds is None:
             reason = f"{self.entry.status}: {self.entry.reason.replace('|', '/')}"
             return [self.name, reason, *[""] * (len(COLUMNS) - 2)]

@@ -135,7 +135,6 @@ class Run:
         return step(verb, words, variables, round(settings.memory * GIB), self.folder / "log")
 
     def export(self, peer: Peer) -> None:
-        """Export unless that was tried before."""
         if peer.files and peer.files not in self.exports:
             done = self.job("build", peer, next(iter(self.settings.shapes)))
             parts = [part for part in (self.folder / peer.files).glob(peer.parts) if part.is_file()]
@@ -259,7 +258,6 @@ def shape_of(size: str) -> tuple[int, int, int]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measure what is missing, print the tables, and write them into a page."""
     taken = {"folder": None, "--depth": RELEASED, "--rounds": 3, "--threads": 2, "--page": None}
     parser = parser_of("peers", __doc__, {**taken, "--memory": 20})
     parser.add_argument(

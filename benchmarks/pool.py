@@ -167,7 +167,6 @@ class Pool:
         return found
 
     def drop(self, contender: Contender) -> None:
-        """End a contender's process, if it runs."""
         child = self.running.pop(contender.name, None)
         if child is not None:
             child.close()

@@ -201,7 +201,6 @@ def table_of(kind: str, stored: Mapping[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measure a kind, print the tables of both, and write them into a page."""
     taken = {"folder": None, "--rounds": 3, "--threads": os.cpu_count() or 1, "--page": None}
     parser = parser_of("processes", __doc__, taken)
     parser.add_argument("--kind", choices=("ray", "vllm"))

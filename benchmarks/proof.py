@@ -32,7 +32,6 @@ def command(folder: Path, *words: object) -> Step:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measure, print the table, and write it into a page."""
     taken = {"folder": None, "--backend": "onnxruntime", "--depth": 32, "--rounds": 3, "--page": None}
     options = parser_of("proof", __doc__, taken).parse_args(arguments)
     folder = options.folder

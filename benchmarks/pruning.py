@@ -205,7 +205,6 @@ def opening_cost(found: Mapping[str, Sequence[float]]) -> float:
 def page(
     rows: list[Row], found: Mapping[Grid, list[Row]], opened: Mapping[str, Sequence[float]], threads: int
 ) -> str:
-    """Return the tables as Markdown."""
     pages = "large" if os.environ.get("THP_MEM_ALLOC_ENABLE") == "1" else "small"
     scene = (
         f"{FRAMES} x {PER_FRAME} tokens of width {WIDTH}, bfloat16, {threads} threads of torch "
@@ -248,7 +247,6 @@ def page(
 
 
 def main(arguments: list[str]) -> int:
-    """Measure, print, and store where wanted."""
     taken = {"--rounds": 40, "--threads": torch.get_num_threads(), "--out": None, "--page": None}
     parser = parser_of("pruning", __doc__, taken)
     parser.add_argument("--tower-rounds", type=int, default=5, help="of the comparison with the tower")

@@ -116,7 +116,6 @@ class Result:
 
 
 def read_result(path: Path) -> Result:
-    """Read a stored run."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         schema = found.pop("schema")

@@ -282,7 +282,6 @@ def _stored(options: RunOptions, recipe: str) -> Result:
 
 
 def describe_machine(threads: int) -> dict[str, object]:
-    """Return processor, memory and versions."""
     installed = {each.name.lower(): each.version for each in distributions()}
     return {
         "processor": processor_here(),

@@ -161,7 +161,6 @@ def choices_table(found: Mapping[str, tuple[int, list[float]]]) -> str:
 
 
 def page(samples: Samples, distances: Mapping[str, float], size: str, threads: int, version: str) -> str:
-    """Return the table as Markdown."""
     tower = SIZES[size][0]
     rows = []
     for workload, by_name in samples.items():
@@ -182,7 +181,6 @@ def page(samples: Samples, distances: Mapping[str, float], size: str, threads: i
 
 
 def main(arguments: list[str]) -> int:
-    """Measure, print, and store where requested."""
     parser = parser_of("serving", __doc__, {"--rounds": 12, "--out": None, "--page": None})
     parser.add_argument("--size", choices=SIZES, default="wide")
     parser.add_argument("--choices", action="store_true", help="measure pruning before the tower instead")

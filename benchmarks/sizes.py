@@ -74,7 +74,6 @@ class Cell:
         return f"{self.tower} {self.backend} {self.precision}"
 
     def words(self) -> list[str]:
-        """Return the options of the command line."""
         able = {each.spelled: each for each in find_backend(self.backend).capabilities}[self.precision]
         quantise = ["--quantize", able.quantisation.name] if able.quantisation else []
         return ["--backend", self.backend, "--dtype", able.dtype, *quantise]
@@ -223,7 +222,6 @@ def released_row(name: str, found: Mapping[str, Any]) -> Sequence[str]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measure, print the table, and write it into a page."""
     parser = parser_of("sizes", __doc__, {"--depth": 32, "--page": None})
     parser.add_argument("what", choices=("plan", "released"))
     parser.add_argument("folder", **COMMON["folder"])

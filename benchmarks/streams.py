@@ -85,7 +85,6 @@ def first_tokens(pipeline: Pipeline, rounds: int) -> tuple[str, ...]:
 
 
 def main() -> None:
-    """Measure, print, and write the page where wanted."""
     taken = {"folder": None, "--rounds": 5, "--page": None}
     given = parser_of("streams", __doc__, taken).parse_args()
     threads = os.cpu_count() or 1

@@ -18,7 +18,6 @@ from vlexport.system import write_synced
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return the lines of a table."""
     return [f"| {' | '.join(head)} |", "|" + "---|" * len(head), *(f"| {' | '.join(row)} |" for row in rows)]
 
 
@@ -28,7 +27,6 @@ def marks(what: str, writer: str) -> tuple[str, str]:
 
 
 def replaced(text: str, begin: str, end: str, new: str) -> str:
-    """Return the text with what stands between two marks replaced."""
     head, found, rest = text.partition(begin)
     _, closed, tail = rest.partition(end)
     if not found or not closed:
@@ -43,7 +41,6 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def write_between(page: Path, begin: str, end: str, new: str) -> None:
-    """Replace what stands between two marks of a page."""
     page.write_text(replaced(page.read_text(encoding="utf-8"), begin, end, new), encoding="utf-8")
 
 

@@ -110,5 +110,4 @@ def random_items(recipe: Recipe[Any], config: Any, grids: Sequence[Grid], seed: 
 
 
 def num_patches(grids: Sequence[Sequence[int]]) -> int:
-    """Return the patches of a call."""
     return sum(math.prod(grid) for grid in grids)

@@ -169,7 +169,6 @@ class Server:
         return counter.get_total_flops() / self._num_tokens(items), found
 
     def open(self, spec: EngineSpec | None) -> None:
-        """Open what the contender runs."""
         if self.contender.kind in ("eager", "compiled"):
             self._reference = self.recipe.reference(self.checkpoint)
         elif self.contender.kind == "exporter":

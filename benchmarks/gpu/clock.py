@@ -121,7 +121,6 @@ def summary(samples: list[Sample]) -> dict[str, Any]:
 
 
 def repeat(device: Host, call: Call, rounds: int, warm: int = 3) -> dict[str, Any]:
-    """Time one call by itself."""
     for _ in range(warm):
         call()
     return summary([device.sample(call) for _ in range(rounds)])

@@ -47,7 +47,6 @@ class Tower:
         return self.row * self.width + self.depth * self.block + self.merger
 
     def seconds(self, grids: Sequence[Grid], rates: Ceilings) -> float:
-        """Return the roofline of one call."""
         rows = sum(frames * height * width for frames, height, width in grids)
         linear = rows * 2 * (self.row * self.width + self.depth * self.block + self.merger / self.merge**2)
         # Input and output of each product, once: qkv, projection, gate and up, down.

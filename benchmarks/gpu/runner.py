@@ -170,7 +170,6 @@ def write(out: Path, content: Mapping[str, Any]) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return the results that a run has written."""
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return content
 

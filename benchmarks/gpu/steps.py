@@ -68,7 +68,6 @@ class Run:
 
 
 def skipped(name: str, reason: str) -> Row:
-    """Return the row of something that did not run."""
     return {"name": name, "skipped": reason}
 
 

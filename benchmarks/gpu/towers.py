@@ -87,7 +87,6 @@ class Towers:
         return self._by_transformers(self.reference)({**given, "patches": given["patches"].float()})
 
     def contender(self, name: str) -> Contender:
-        """Return one way to run the tower."""
         made: dict[str, Callable[[], Contender]] = {
             "hf eager": lambda: self._by_transformers(self._transformers(DTYPE)),
             "hf compiled": lambda: self._by_transformers(

@@ -13,7 +13,6 @@ from benchmarks.trained.train import STEPS, train
 
 
 def main(words: list[str]) -> int:
-    """Run one of the four."""
     given = _parser().parse_args(words)
     if given.verb == "train":
         train(given.folder, _show, seed=given.seed, steps=given.steps, stop=given.stop)

@@ -27,7 +27,6 @@ Pairs = Sequence[tuple[scenes.Scene, scenes.Question]]
 
 
 def shuffled(frames: np.ndarray, number: int) -> np.ndarray:
-    """Return frames in another order."""
     rng = np.random.Generator(np.random.PCG64([number, 4]))
     return frames[rng.permutation(len(frames))]
 

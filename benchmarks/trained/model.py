@@ -247,7 +247,6 @@ class TrainedModel:
         save_file(kept, self.folder / "model.safetensors", metadata={"format": "pt"})
 
     def load(self) -> None:
-        """Read the weights back."""
         with torch.no_grad():
             stored = load_file(self.folder / "model.safetensors")
             for name, weight in self._stored().items():
