@@ -363,15 +363,8 @@ def tried(model_type: str, folder: Path) -> dict[str, object]:
             raise
         return {**found, "exports": False, "step": step, "reason": reason(problem, folder)}
     worst = max(row.metrics.get("relative_l2", 0.0) for row in rows_of if row.level == "L1")
-    config = spec.config
-    return {
-        **found,
-        "exports": True,
-        "form": config.form,
-        "outputs": list(config.outputs),
-        "parity": worst,
-        "encode": error,
-    }
+    taken = {"form": spec.config.form, "outputs": list(spec.config.outputs)}
+    return {**found, "exports": True, **taken, "parity": worst, "encode": error}
 
 
 def reason(problem: BaseException, folder: Path) -> str:
@@ -428,15 +421,10 @@ def write_page(classes: Sequence[Mapping[str, Any]]) -> None:
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for each in good:
         groups.setdefault((each["form"], ", ".join(each["outputs"])), []).append(each)
-    works = [
-        (
-            takes,
-            outputs,
-            ", ".join(f"`{each['model_type']}`" for each in group),
-            *(f"{max(each[error] for each in group):.1e}" for error in ("parity", "encode")),
-        )
-        for (takes, outputs), group in groups.items()
-    ]
+    works = []
+    for (takes, outputs), group in groups.items():
+        worst = (f"{max(each[error] for each in group):.1e}" for error in ("parity", "encode"))
+        works.append((takes, outputs, ", ".join(f"`{each['model_type']}`" for each in group), *worst))
     own = ", ".join(f"`{each['model_type']}`" for each in good if each["model_type"] in served_types())
     same = ", ".join(f"`{each['model_type']}`" for each in good if each.get("attach") == "equal")
     rows = ", ".join(f"`{each['model_type']}`" for each in good if each.get("attach") == "features equal")

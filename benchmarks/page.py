@@ -89,17 +89,11 @@ class Timing:
             reason = f"{self.entry.status}: {self.entry.reason.replace('|', '/')}"
             return [self.name, reason, *[""] * (len(COLUMNS) - 2)]
         grown, error = self.entry.growth_bytes, self.entry.relative_l2
-        return [
-            self.name,
-            f"{self.seconds:.3g}",
-            str(self.faster or ""),
-            *(
-                f"{each.median:.2f}" if each else ""
-                for each in (self.over_half, self.over_best, self.over_floor)
-            ),
-            f"{grown / patches / 1000:.0f}" if grown else "",
-            f"{error:.1e}" if error is not None else "",
-        ]
+        ratios = (self.over_half, self.over_best, self.over_floor)
+        medians = (f"{ratio.median:.2f}" if ratio else "" for ratio in ratios)
+        memory = f"{grown / patches / 1000:.0f}" if grown else ""
+        strayed = f"{error:.1e}" if error is not None else ""
+        return [self.name, f"{self.seconds:.3g}", str(self.faster or ""), *medians, memory, strayed]
 
 
 def timings(cell: Cell, slow_probe: float) -> list[Timing]:
@@ -256,17 +250,11 @@ def summary(result: Result) -> str:
         circumstances = _circumstances(cell, slow_probe)
         lines += [f"### {cell.workload}", "", circumstances, "", *markdown(COLUMNS, rows), ""]
     for series in sorted({cell.series for cell in result.cells.values()} - {""}):
-        grown = [
-            (
-                name,
-                ", ".join(f"{time:.3g}" for time in each.times),
-                *(
-                    "" if slope is None else f"{slope:.2f}"
-                    for slope in (each.seconds, each.steady, each.memory)
-                ),
-            )
-            for name, each in growth(result, series).items()
-        ]
+        grown = []
+        for name, each in growth(result, series).items():
+            exponents = (each.seconds, each.steady, each.memory)
+            slopes = ("" if exponent is None else f"{exponent:.2f}" for exponent in exponents)
+            grown.append((name, ", ".join(f"{time:.3g}" for time in each.times), *slopes))
         if grown:
             lines += [f"### Growth with {series}", "", *markdown(GROWTH, grown), ""]
     for question in result.questions.values():

@@ -211,29 +211,20 @@ def page(
         f"{torch.__version__}, {pages} pages, load {os.getloadavg()[0]:.1f}; a read is one pass over the "
         "embeddings."
     )
-    costs = (
-        (
-            row.contender,
-            *(f"{value:.2f}" for value in (row.rate, row.median * 1e3, row.ratio)),
-            "" if row.limit is None else f"{row.limit:g}",
-        )
-        for row in rows
-    )
+    costs = []
+    for row in rows:
+        numbers = (f"{value:.2f}" for value in (row.rate, row.median * 1e3, row.ratio))
+        costs.append((row.contender, *numbers, "" if row.limit is None else f"{row.limit:g}"))
     tower = (
         f"A tower of width {SIZE.width}, depth {SIZE.depth}, one block of full attention, float32 in "
         f"onnxruntime, {threads} threads of torch {torch.__version__}; rate {RATE}; a share may be "
         f"{SHARE_LIMIT:.1%}."
     )
-    parts = (
-        (
-            f"{' x '.join(map(str, grid))} patches",
-            str(num_tokens(grid, MERGE)),
-            f"{whole.median:.2f} s",
-            f"{pruning.median * 1e3:.2f} ms",
-            f"{pruning.ratio:.3%}",
-        )
-        for grid, (whole, pruning) in found.items()
-    )
+    parts = []
+    for grid, (whole, pruning) in found.items():
+        video = (f"{' x '.join(map(str, grid))} patches", str(num_tokens(grid, MERGE)))
+        seconds = (f"{whole.median:.2f} s", f"{pruning.median * 1e3:.2f} ms")
+        parts.append((*video, *seconds, f"{pruning.ratio:.3%}"))
     head = ("contender", "rate", "milliseconds", "reads", "may be")
     columns = ("video", "tokens", "tower", "prune and positions", "share")
     lines = [scene, "", *markdown(head, costs), "", tower, "", *markdown(columns, parts)]

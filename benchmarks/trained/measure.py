@@ -53,11 +53,8 @@ def accuracy(folders: Sequence[Path], count: int, show: Show) -> dict[str, Any]:
     for folder in folders:
         curve = (folder / "training" / "curve.jsonl").read_text(encoding="utf-8").splitlines()
         last = json.loads(curve[-1])
-        found[folder.name] = {
-            "steps": last["step"],
-            "cpu_s": last["cpu_s"],
-            "percent": evaluate(folder, count, HELD_OUT_SEED),
-        }
+        percent = evaluate(folder, count, HELD_OUT_SEED)
+        found[folder.name] = {"steps": last["step"], "cpu_s": last["cpu_s"], "percent": percent}
         show(json.dumps(found[folder.name]))
     return found
 
@@ -78,31 +75,22 @@ def precisions(
     found = [each for each in last.get("result", []) if each["backend"] not in names]
     with tempfile.TemporaryDirectory() as place:
         task = write_task(Path(place) / "task", count, HELD_OUT_SEED)
+        checkpoint, engines = Checkpoint.open(folders[0]), Path(place) / "engines"
         for backend in map(find_backend, names):
             for each in backend.capabilities:
                 if not runs_here(backend, each.precision):
                     continue
                 quantise = each.quantisation.name if each.quantisation else None
                 spec = request(
-                    Checkpoint.open(folders[0]),
-                    backend=backend.name,
-                    dtype=each.dtype,
-                    quantize=quantise,
-                    output_dir=Path(place) / "engines",
+                    checkpoint, backend.name, dtype=each.dtype, quantize=quantise, output_dir=engines
                 )
                 bundle = build_checkpoint(spec).bundle
                 # The check of a refused engine stops before answers, which are what is measured here.
                 with vlexport.load(bundle, checkpoint=spec.checkpoint, allow_failed=True) as pipeline:
                     answers = answer_rows(pipeline, spec, questions_of(task))
                 rows = [{**encode(row), "verdict": row.verdict} for row in answers]
-                found.append(
-                    {
-                        "backend": backend.name,
-                        "precision": each.spelled,
-                        "status": bundle.verdict.status,
-                        "rows": rows,
-                    }
-                )
+                about = {"backend": backend.name, "precision": each.spelled, "status": bundle.verdict.status}
+                found.append({**about, "rows": rows})
                 show(json.dumps(found[-1]))
     return found
 
@@ -192,43 +180,23 @@ def _precision_table(content: dict[str, Any]) -> list[str]:
     for each in content["result"]:
         notes = {row["check"]: row for row in each["rows"]}
         right, logs, tokens = (notes[name] for name in ("answers right", "log-probabilities", "tokens"))
-        rows.append(
-            (
-                f"`{each['backend']}`",
-                f"`{each['precision']}`",
-                each["status"],
-                right["note"],
-                f"{right['metrics']['points_lost']:+.2f}",
-                f"{logs['metrics']['kl']:.1e} of {logs['limits']['kl']:.0e}",
-                tokens["note"],
-                right["verdict"] if right["verdict"] != "passed" else logs["verdict"],
-            )
-        )
+        engine = (f"`{each['backend']}`", f"`{each['precision']}`", each["status"])
+        lost = f"{right['metrics']['points_lost']:+.2f}"
+        kl = f"{logs['metrics']['kl']:.1e} of {logs['limits']['kl']:.0e}"
+        verdict = right["verdict"] if right["verdict"] != "passed" else logs["verdict"]
+        rows.append((*engine, right["note"], lost, kl, tokens["note"], verdict))
     head = (
-        "backend",
-        "precision",
-        "L0 to L3",
-        "answers right",
-        "points lost",
-        "mean KL",
-        "answer tokens",
-        "L4",
-    )
+        "backend", "precision", "L0 to L3", "answers right", "points lost", "mean KL", "answer tokens", "L4",
+    )  # fmt: skip
     return markdown(head, rows)
 
 
 def _noise_table(content: dict[str, Any]) -> list[str]:
     first, *others = content["result"]
-    rows = [
-        (
-            each["noise"],
-            f"{each['percent']:.1f}",
-            f"{first['percent'] - each['percent']:+.1f}",
-            f"{each['kl']:.1e}",
-            f"{each['changed']:.2f}",
-        )
-        for each in others
-    ]
+    rows = []
+    for each in others:
+        right, lost = f"{each['percent']:.1f}", f"{first['percent'] - each['percent']:+.1f}"
+        rows.append((each["noise"], right, lost, f"{each['kl']:.1e}", f"{each['changed']:.2f}"))
     head = ("relative noise", "answers right %", "points lost", "mean KL", "answer tokens changed %")
     return [f"{content['questions']} questions.", "", *markdown(head, rows)]
 
@@ -237,16 +205,11 @@ def _pruning_table(content: dict[str, Any]) -> list[str]:
     """Return right answers by kind of question; selectors that leave a kind whole answer as without them."""
     found = content["result"]
     head = ("selector", "rate", *(f"{kind} %" for kind in scenes.QUESTIONS), "tower ms", "first token ms")
-    rows = [
-        (
-            row["selector"],
-            f"{row['rate']:g}",
-            *(_of_kind(row["categories"], names) for names in scenes.QUESTIONS.values()),
-            f"{1e3 * row['encode']:.1f}",
-            f"{1e3 * row['first_token']:.1f}",
-        )
-        for row in found["rows"]
-    ]
+    rows = []
+    for row in found["rows"]:
+        right = (_of_kind(row["categories"], names) for names in scenes.QUESTIONS.values())
+        times = (f"{1e3 * row[name]:.1f}" for name in ("encode", "first_token"))
+        rows.append((row["selector"], f"{row['rate']:g}", *right, *times))
     return [f"{found['about']}.", "", *markdown(head, rows)]
 
 
