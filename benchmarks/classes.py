@@ -72,15 +72,10 @@ OF_TYPES: Mapping[str, Mapping[str, object]] = {
         "canvas_length": 8,
         "text_config.vocab_size": 256,
     },
-    "dots3_note": dict.fromkeys(
-        (
-            "vision_config.adapter_in_dim",
-            "vision_config.adapter_out_dim",
-            "audio_config.adapter_input_size",
-            "audio_config.adapter_out_dim",
-        ),
-        64,
-    ),
+    "dots3_note": {
+        **dict.fromkeys(("vision_config.adapter_in_dim", "vision_config.adapter_out_dim"), 64),
+        **dict.fromkeys(("audio_config.adapter_input_size", "audio_config.adapter_out_dim"), 64),
+    },
     "embedding_gemma2": {
         "vision_config": {
             **{name: size for name, size in SIZES.items() if isinstance(size, int)},

@@ -93,9 +93,8 @@ def differing(engine: Engine, subject: BuildSpec, count: int, most: int) -> tupl
             order = source.sample(range(len(items)), len(items))
             cut = source.randint(1, len(items) - 1)
             mixed = rows_of(engine, subject, items)
-            shuffled: Any = dict(
-                zip(order, rows_of(engine, subject, [items[at] for at in order]), strict=True)
-            )
+            turned = rows_of(engine, subject, [items[at] for at in order])
+            shuffled = dict(zip(order, turned, strict=True))
             parts = rows_of(engine, subject, items[:cut]) + rows_of(engine, subject, items[cut:])
         except (InputError, LimitError):
             # Larger than the profile, or no legal size of the family.
@@ -154,9 +153,8 @@ def main() -> None:
                 contents = demo.contents(replace(demo.DEFAULT, **{name: WIDE[name] for name in sizes}))
                 wide = write_checkpoint(Path(place) / "wide" / family, contents, seed=0)
                 for backend in ON_ONNXRUNTIME:
-                    rows += measured(
-                        f"{family}, width 1280", wide, (options.wide, 100), backend, options.threads
-                    )
+                    name, mixes = f"{family}, width 1280", (options.wide, 100)
+                    rows += measured(name, wide, mixes, backend, options.threads)
     kept = {tuple(row[:3]): row for row in _rows_of_page()} | {tuple(row[:3]): row for row in rows}
     names = ("backend", "tower", "threads", "items with other bits", "largest error")
     lines = [f"On {processor_here()}.", "", *markdown(names, sorted(kept.values()))]

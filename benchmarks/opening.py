@@ -28,7 +28,6 @@ from benchmarks.first_hour import GIB, MAIN, Step, apart, released_tower, step
 from benchmarks.options import parser_of, trees
 from benchmarks.tables import markdown, marks, publish
 
-INTO, OUT = "--output-dir", "--output"
 BACKENDS = {
     "eager": ("float32", "bfloat16"),
     "inductor": ("float32", "bfloat16"),
@@ -76,7 +75,7 @@ class Side:
         return self._built(checkpoint, into, "--profile", "image", *self.options)
 
     def _built(self, checkpoint: Path, into: str, *options: str) -> Step:
-        words = ("build", checkpoint, *options, INTO, self.folder / into, "--json")
+        words = ("build", checkpoint, *options, "--output-dir", self.folder / into, "--json")
         # A bundle that failed its check can be timed.
         found = self.run(*words, fine=(0, 3))
         start = re.search(r"^\{", found.out, re.MULTILINE)
@@ -105,7 +104,7 @@ class Side:
 
     def encode(self, images: Sequence[Path]) -> Step:
         given = [word for image in images for word in ("--image", image)]
-        return self.run("encode", self.bundle, *given, OUT, self.folder / "out.safetensors")
+        return self.run("encode", self.bundle, *given, "--output", self.folder / "out.safetensors")
 
     def reading(self) -> float:
         """Return the seconds that reading the weights takes, from the page cache."""

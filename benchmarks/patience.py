@@ -88,10 +88,8 @@ def main(arguments: Sequence[str]) -> None:
         [name, *(f"{median(taken[depth]):.1f}" if depth in taken else "" for depth in depths)]
         for name, taken in phases.items()
     ]
-    lines += [
-        "",
-        *markdown(["seconds", *(f"{depth} blocks" if depth else "demo" for depth in depths)], medians),
-    ]
+    towers = (f"{depth} blocks" if depth else "demo" for depth in depths)
+    lines += ["", *markdown(["seconds", *towers], medians)]
     publish("\n".join(lines), options.page, *marks("time left", "python -m benchmarks.patience"))
 
 

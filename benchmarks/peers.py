@@ -260,9 +260,7 @@ def shape_of(size: str) -> tuple[int, int, int]:
 def main(arguments: Sequence[str]) -> None:
     taken = {"folder": None, "--depth": RELEASED, "--rounds": 3, "--threads": 2, "--page": None}
     parser = parser_of("peers", __doc__, {**taken, "--memory": 20})
-    parser.add_argument(
-        "--python", default=".venv-peers/bin/python", help="interpreter with the other libraries"
-    )
+    parser.add_argument("--python", default=".venv-peers/bin/python", help="has the other libraries")
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), help="names, WIDTHxHEIGHT, or files")
     parser.add_argument("--peers", nargs="+", default=[""], help="names, or beginnings of several")
     parser.add_argument("--seconds", type=int, default=3600, help="that a process may take")

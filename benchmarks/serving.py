@@ -155,9 +155,8 @@ def choices_table(found: Mapping[str, tuple[int, list[float]]]) -> str:
         (choice, str(tokens), f"{statistics.median(seconds) * 1e3:.0f}", str(paired(whole, seconds)))
         for choice, (tokens, seconds) in found.items()
     ]
-    return "\n".join(
-        markdown(("cells by", "tokens of the prompt", "milliseconds", "times faster than all"), rows)
-    )
+    head = ("cells by", "tokens of the prompt", "milliseconds", "times faster than all")
+    return "\n".join(markdown(head, rows))
 
 
 def page(samples: Samples, distances: Mapping[str, float], size: str, threads: int, version: str) -> str:

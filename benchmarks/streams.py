@@ -76,12 +76,8 @@ def first_tokens(pipeline: Pipeline, rounds: int) -> tuple[str, ...]:
         raise SystemExit("streams: prompts differ")
     ratio = paired(seconds["stream"], seconds["clip"])
     middle = (f"{statistics.median(seconds[name]):.3f}" for name in ("stream", "clip"))
-    return (
-        f"{len(prompts.pop())}",
-        *middle,
-        str(ratio),
-        "met" if ratio.median <= SHARE else "missed",
-    )
+    verdict = "met" if ratio.median <= SHARE else "missed"
+    return f"{len(prompts.pop())}", *middle, str(ratio), verdict
 
 
 def main() -> None:

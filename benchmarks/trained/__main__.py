@@ -43,9 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     shown = verbs.add_parser("scene", help="write the picture, the video and the question of `vlexport demo`")
     shown.add_argument("folder", type=Path, nargs="?", default=SHOWN)
-    measuring = verbs.add_parser(
-        "measure", help="measure a part of docs/trained.md; more folders: other seeds"
-    )
+    measuring = verbs.add_parser("measure", help="measure a part of docs/trained.md, over several seeds")
     measuring.add_argument("part", choices=sorted(PARTS))
     measuring.add_argument("folders", type=Path, nargs="+")
     words = "of `precisions`: measure these and keep the rows of others"
