@@ -92,8 +92,8 @@ class Timing:
         ratios = (self.over_half, self.over_best, self.over_floor)
         medians = (f"{ratio.median:.2f}" if ratio else "" for ratio in ratios)
         memory = f"{grown / patches / 1000:.0f}" if grown else ""
-        strayed = f"{error:.1e}" if error is not None else ""
-        return [self.name, f"{self.seconds:.3g}", str(self.faster or ""), *medians, memory, strayed]
+        exactness = f"{error:.1e}" if error is not None else ""
+        return [self.name, f"{self.seconds:.3g}", str(self.faster or ""), *medians, memory, exactness]
 
 
 def timings(cell: Cell, slow_probe: float) -> list[Timing]:

@@ -10,8 +10,6 @@ from collections.abc import Iterable, Sequence
 from inspect import signature
 from pathlib import Path
 
-from vlexport import build
-from vlexport.backends import backend_names, find_backend
 from vlexport.errors import RequestError
 from vlexport.recipe import list_recipes
 from vlexport.system import write_synced
@@ -53,6 +51,10 @@ def publish(text: str, page: Path | None, begin: str, end: str) -> None:
 
 def with_table(text: str) -> str:
     """Return the text with the tables of recipes and backends between the marks written anew."""
+    # They import torch, and processes that a program starts begin with its peak of memory.
+    from vlexport import build
+    from vlexport.backends import backend_names, find_backend
+
     recipes = [
         (f"`{card.name}`", ", ".join(f"`{name}`" for name in card.model_types) or "any other", card.summary)
         for card in list_recipes()
