@@ -44,7 +44,7 @@ app = typer.Typer(
         "Exit codes: 0 success, 1 unexpected error, 2 invalid or unsupported request, "
         "3 accuracy check failed, 4 wrong machine or version, missing library, "
         "5 bundle corrupt or not trusted, 6 outside profile or limits, 7 out of memory or disk, "
-        "8 locked by another build, 129/130/143 interrupted."
+        "8 locked by another build or run, 129/130/143 interrupted."
     ),
 )
 

@@ -87,7 +87,7 @@ class BuildOptions:
     )
     selector: str | None = option(
         "METHOD",
-        "Video token pruning method: evs, evs-snap or vidcom2 (default: the recipe's); with rules of "
+        "Token pruning method: evs, evs-snap, vidcom2 or divprune (default: the recipe's); with rules of "
         "--prune-before to compile, as evs,static,predicted.",
         values=pruning_methods,
     )

@@ -63,6 +63,13 @@ def pruning_methods() -> Iterable[str]:
     return METHODS
 
 
+def requested_methods() -> Iterable[str]:
+    from vlexport.pruning.cells import RULES
+    from vlexport.pruning.methods import REQUESTED
+
+    return [*REQUESTED, *(name for name, rule in RULES.items() if rule.is_rated)]
+
+
 def cell_rules() -> Iterable[str]:
     from vlexport.pruning.cells import RULES
 
@@ -214,7 +221,7 @@ class PrunedMedia(Media):
     method: str | None = option(
         "METHOD",
         "By what --prune drops: evs, static, divprune (images too), ... (default: as the bundle).",
-        values=pruning_methods,
+        values=requested_methods,
     )
     prune_before: str | None = option(
         "METHOD",
