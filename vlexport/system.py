@@ -45,6 +45,8 @@ SAFE = {"PYTHONSAFEPATH": "1"}
 CACHES = "TORCHINDUCTOR_CACHE_DIR"
 # torch traces one program at a time, and the variables above hold for the whole process.
 ONE_BUILD = RLock()
+# Held while they are changed, or read all at once.
+VARIABLES = RLock()
 # Between two releases of mapped pages: at 1 GB/s they grow by 20 MB meanwhile.
 RELEASE_SECONDS = 0.02
 # Searching all objects for cycles takes a quarter of a second.
@@ -246,7 +248,8 @@ def command(code: str, *arguments: str) -> list[str]:
 
 def environment() -> dict[str, str]:
     """Return the environment of such a process."""
-    return {**os.environ, **SAFE}
+    with VARIABLES:
+        return {**os.environ, **SAFE}
 
 
 @contextmanager
@@ -258,16 +261,18 @@ def compile_caches(folder: Path | None = None) -> Iterator[None]:
     """
     with ExitStack() as stack:
         settings = dict(SAFE)
-        if not os.environ.get(CACHES):
-            place = folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            settings[CACHES] = str(place / "torchinductor")
-        unset = {name: value for name, value in settings.items() if not os.environ.get(name)}
-        os.environ.update(unset)
+        with VARIABLES:
+            if not os.environ.get(CACHES):
+                place = folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+                settings[CACHES] = str(place / "torchinductor")
+            unset = {name: value for name, value in settings.items() if not os.environ.get(name)}
+            os.environ.update(unset)
         try:
             yield
         finally:
-            for name in unset:
-                del os.environ[name]
+            with VARIABLES:
+                for name in unset:
+                    del os.environ[name]
 
 
 def _places() -> list[str]:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from packaging.version import Version
 
 from vlexport.errors import BundleError, InputError, MisfitError, ResourceError, UnsupportedError
-from vlexport.system import CACHES, compile_caches, shortage, unpacked
+from vlexport.system import CACHES, VARIABLES, compile_caches, shortage, unpacked
 from vlexport.target import Target, platform_here
 
 if TYPE_CHECKING:
@@ -293,7 +293,8 @@ def _command(folder: Path) -> list[str]:
 
 def load_package(content: bytes, name: str) -> Any:
     """Load a package that takes and returns what its program did, dictionaries included."""
-    with compile_caches():
+    # A build that begins meanwhile would take the folder of this import for its own.
+    with VARIABLES, compile_caches():
         from torch.export.pt2_archive._package import AOTICompiledModel
 
     return AOTICompiledModel(_loader(content, name))

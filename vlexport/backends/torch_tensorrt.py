@@ -20,7 +20,7 @@ from vlexport.backends._engine import refused_by
 from vlexport.backends._torch import TorchRunner
 from vlexport.backends.base import Backend, Capability, EngineSpec, Options, Payloads, Progress, Runner
 from vlexport.errors import UnsupportedError
-from vlexport.system import compile_caches
+from vlexport.system import VARIABLES, compile_caches
 from vlexport.target import NO_GPU, Target, device_here, platform_here
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class TorchTensorRt(Backend):
         from vlexport.vision.static_shapes import to_device
 
         content, device = payloads.read(PROGRAM), torch.device(DEVICE)
-        with refused_by(f"torch_tensorrt {installed('torch-tensorrt')}"), compile_caches():
+        with refused_by(f"torch_tensorrt {installed('torch-tensorrt')}"), VARIABLES, compile_caches():
             module = torch.export.load(io.BytesIO(content)).module()
 
         return TorchRunner(
