@@ -327,7 +327,9 @@ class MappedFile(mmap.mmap):
                 if access.startswith("r--") and file == [name]:
                     start, end = (int(border, 16) for border in place.split("-"))
                     pages = ctypes.c_void_p(start), ctypes.c_size_t(end - start)
-                    library.madvise(*pages, mmap.MADV_DONTNEED)
+                    # Looked up right before: where a thread has unmapped it, memory of others may be next.
+                    if Path(f"/proc/self/map_files/{start:x}-{end:x}").is_symlink():
+                        library.madvise(*pages, mmap.MADV_DONTNEED)
 
 
 @contextmanager
