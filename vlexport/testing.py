@@ -44,6 +44,7 @@ from vlexport.parity.samples import SampleRules, blank, symbol_values
 from vlexport.parity.tables import Faults
 from vlexport.recipe import Recipe, find_recipe
 from vlexport.specs import Precision, ShapeProfile, check_within
+from vlexport.system import ONE_BUILD
 from vlexport.vision.attention.layout import LAYOUTS
 
 ORIGIN = "what docs/recipes.md requires of a recipe"
@@ -137,8 +138,10 @@ class _Meaningless:
 
 
 def _engine_rows(backend: Backend, subject: BuildSpec, folder: Path) -> Sequence[Row]:
-    graph, files = trace(subject), Folder(folder)
-    backend.build(graph, subject.options, folder)
+    files = Folder(folder)
+    with ONE_BUILD:
+        graph = trace(subject)
+        backend.build(graph, subject.options, folder)
     spec = EngineSpec(inputs=graph.inputs, outputs=graph.outputs, profile=graph.profile)
     with Engine(backend.open(files, spec, subject.options), spec) as engine:
         return run_checks(engine, subject, inside=inside_of(backend, files), stop=False).rows

@@ -59,7 +59,7 @@ from vlexport.specs import (
     check_within,
     dtype_name,
 )
-from vlexport.system import compile_caches, give_back
+from vlexport.system import ONE_BUILD, compile_caches, give_back
 from vlexport.vision.tower import Tower
 
 MOST_ERROR = 0.01
@@ -198,7 +198,7 @@ def choose(  # noqa: PLR0913  what a build takes and its speed and errors depend
     shallow = _Shallow.of(request(source, lora=lora, backend="eager", **same), media)
     named = (backend,) if backend else backend_names()
     offered = list(_offered(named, None if dtype is None else dtype_name(dtype), quantize, device))
-    with ExitStack() as stack:
+    with ONE_BUILD, ExitStack() as stack:
         stack.enter_context(compile_caches())
         measured = list(_opened(shallow, offered, same, stack, progress))
         contenders = [contender for _, contender in measured if contender is not None]

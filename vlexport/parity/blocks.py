@@ -25,6 +25,7 @@ from vlexport.parity.reference import BlockRows
 from vlexport.parity.samples import Sample, prepared
 from vlexport.recipe import Recipe
 from vlexport.specs import Dim, MediaItem, ShapeProfile
+from vlexport.system import ONE_BUILD
 from vlexport.vision.attention.packing import Packing
 from vlexport.vision.tower import StagedTower
 
@@ -199,8 +200,9 @@ def _built(
         form=subject.form,
         profile=profile,
     )
-    graph = trace(traced, module)
-    backend.build(graph, Options(), folder)
+    with ONE_BUILD:
+        graph = trace(traced, module)
+        backend.build(graph, Options(), folder)
     spec = EngineSpec(inputs=graph.inputs, outputs=graph.outputs, profile=profile)
     del graph
     return Engine(backend.open(Folder(folder), spec, Options()), spec)

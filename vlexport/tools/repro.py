@@ -24,7 +24,7 @@ from vlexport.parity.noise import MOST_RAISED, cap_of
 from vlexport.parity.report import report_in
 from vlexport.runtime.opening import checkpoint_of, config_of, precision_of, recipe_of, stored_backend
 from vlexport.specs import Range, ShapeProfile
-from vlexport.system import make_folder
+from vlexport.system import ONE_BUILD, make_folder
 from vlexport.target import device_here, processor_here
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def write_repro(bundle: Bundle, out: Path, options: ReproOptions, recipe: str | 
     graph = trace(spec, tower)
     targets: Any = manifest.options.get("targets", ())
     # Next to the archive, so that it comes into its place whole or not at all.
-    with tempfile.TemporaryDirectory(dir=out.absolute().parent) as scratch:
+    with ONE_BUILD, tempfile.TemporaryDirectory(dir=out.absolute().parent) as scratch:
         folder = Path(scratch) / "files"
         folder.mkdir()
         calls, origin = _calls(bundle, graph)
