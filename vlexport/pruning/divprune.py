@@ -137,7 +137,8 @@ def _from_row(distance_BMM: Tensor, is_one_BM: Tensor) -> Tensor:
 def _loop(
     going_on: Callable[[Tensor, Tensor, Tensor], Tensor], one_more: Step, state: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if torch.compiler.is_compiling():
+    # The flag is of the process: another thread may trace while this one prunes plain tensors.
+    if torch.compiler.is_compiling() and type(state[0]) is not Tensor:
         from torch._higher_order_ops.while_loop import while_loop
 
         result: tuple[Tensor, Tensor, Tensor] = while_loop(going_on, one_more, state)

@@ -23,6 +23,7 @@ from vlexport.runtime.moe import joined, stored_apart
 from vlexport.runtime.onednn_linear import choose_products
 from vlexport.runtime.tokenizer import CheckpointTokenizer
 from vlexport.specs import dtype_name
+from vlexport.system import ONE_BUILD
 from vlexport.vision.static_shapes import to_device
 
 if TYPE_CHECKING:
@@ -100,7 +101,8 @@ class TransformersDecoder:
         self.options = options
         self._one: Callable[..., Tensor] = model
         if options.compile:
-            self._one = torch.compile(model, backend=options.backend, fullgraph=True, dynamic=False)
+            one = torch.compile(model, backend=options.backend, fullgraph=True, dynamic=False)
+            self._one = _first_alone(one)
         self.table = table_of(model.body)
         self.longest = int(config.max_position_embeddings)
         layers = getattr(config, "layer_types", None) or ()
@@ -142,6 +144,21 @@ class TransformersDecoder:
         return TransformersTurn(
             self.model, self._one, Memory(length, self.table.device), self.options.compile
         )
+
+
+def _first_alone(compiled: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Let the first call, which compiles, and builds of other threads wait for each other."""
+    done = list[bool]()
+
+    def call(*words: Any) -> Tensor:
+        if done:
+            return compiled(*words)
+        with ONE_BUILD:
+            logits_V = compiled(*words)
+        done.append(True)
+        return logits_V
+
+    return call
 
 
 @dataclass(frozen=True, slots=True)
