@@ -13,7 +13,7 @@ from typing import Literal
 
 from vlexport.bundle.bundle import Bundle, Inspection
 from vlexport.bundle.files import MANIFEST_NAME, check_part, check_payload
-from vlexport.bundle.store import is_tag, remove_entry, tags_of, unfinished
+from vlexport.bundle.store import is_tag, remove_entry, remove_leftovers, tags_of, unfinished
 from vlexport.bundle.user_folders import user_cache
 from vlexport.errors import BundleError, LockedError, RequestError
 
@@ -159,8 +159,10 @@ def remove(entry: Entry) -> bool:
             return False
     elif entry.kind == "unfinished":
         for build in unfinished(entry.path.parent):
-            if build.folder == entry.path and build.is_abandoned():
-                build.remove()
+            if build.folder == entry.path:
+                # By its lock: processes of other containers have numbers of their own.
+                remove_leftovers(entry.path.parent, build.entry)
+        return not entry.path.exists()
     else:
         entry.path.unlink(missing_ok=True)
     return True

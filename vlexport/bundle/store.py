@@ -18,7 +18,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -252,7 +252,7 @@ def working_folder(into: Path, entry: str) -> Iterator[Path]:
 
 def remove_own() -> None:
     """Remove this process's working folders before it ends; again, as other threads may still write."""
-    for folder in itertools.filterfalse(_has_engine, _OWN):
+    for folder in itertools.filterfalse(_has_engine, _OWN.copy()):
         for _ in range(_MAX_ATTEMPTS):
             shutil.rmtree(folder, ignore_errors=True)
             if not folder.exists():
@@ -303,7 +303,8 @@ def _remove_leftovers(into: Path, entry: str, held: bool) -> None:
 
 def _is_alive(folder: Path, pid: int) -> bool:
     if pid == os.getpid() or os.name != "posix":
-        return folder in _OWN
+        # By name: another thread may write the path of the folder in another way.
+        return folder.name in {own.name for own in _OWN.copy()}
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
@@ -355,9 +356,11 @@ def remove_entry(into: Path, name: str) -> None:
     """Remove an entry, first from its place in one step; a `LockedError` while somebody builds it."""
     check_part(name, "entry name")
     with explained(into), _entry_lock(into, name, 0.0), working_folder(into, name) as scratch:
-        tags = tags_of(into / name)
-        (into / name).rename(scratch / "removed")
-        for link in tags:
+        # Somebody else may have removed it.
+        with suppress(FileNotFoundError):
+            (into / name).rename(scratch / "removed")
+        # A tag that was moved to another bundle meanwhile is none of it.
+        for link in tags_of(into / name):
             link.unlink(missing_ok=True)
 
 
