@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock, get_ident
 from typing import TYPE_CHECKING, Any
 
 from vlexport.backends._engine import FunctionRunner, refused_by
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 # Names of safetensors; towers hold no other types.
 DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 DTYPES |= {"I64": "int64", "I32": "int32", "I8": "int8", "U8": "uint8", "BOOL": "bool", "C64": "complex64"}
+# Threads that have set torch's number of threads, and what the first of them found.
+_SETTING, _SETTERS, _FOUND = Lock(), list[int](), [0]
 
 
 class TorchRunner(FunctionRunner):
@@ -48,13 +51,22 @@ def torch_threads(count: int) -> Iterator[None]:
     """Set torch's threads, which are the process's, and put the number back afterwards; 0 leaves it."""
     import torch
 
-    before = torch.get_num_threads()
-    if count:
+    if not count:
+        yield
+        return
+    me = get_ident()
+    with _SETTING:
+        if not _SETTERS:
+            _FOUND[0] = torch.get_num_threads()
+        # A thread that begins meanwhile finds the number that another one has set.
+        before = torch.get_num_threads() if me in _SETTERS else _FOUND[0]
+        _SETTERS.append(me)
         torch.set_num_threads(count)
     try:
         yield
     finally:
-        if count:
+        with _SETTING:
+            _SETTERS.remove(me)
             torch.set_num_threads(before)
 
 

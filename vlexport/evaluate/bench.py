@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from vlexport.backends import Options, Progress, log_progress
+from vlexport.backends._torch import torch_threads
 from vlexport.bundle import Bundle
 from vlexport.checkpoint import Checkpoint
 from vlexport.codec import Json, checked
@@ -206,20 +207,15 @@ def bench(  # noqa: PLR0913  the options of the command line, in one place
     )
     opening: dict[str, Any] = {"allow_failed": allow_failed, "recipe": recipe}
     chosen = Options(threads=threads)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads or before)
-    try:
-        with ExitStack() as stack:
-            progress("open", 0.0)
-            pipelines = {
-                str(bundle.path if isinstance(bundle, Bundle) else bundle): stack.enter_context(
-                    load(bundle, options=chosen, **opening)
-                )
-                for bundle in bundles
-            }
-            return timed(pipelines, progress, against=checkpoint, options=options, is_each_alone=bool(files))
-    finally:
-        torch.set_num_threads(before)
+    with torch_threads(threads), ExitStack() as stack:
+        progress("open", 0.0)
+        pipelines = {
+            str(bundle.path if isinstance(bundle, Bundle) else bundle): stack.enter_context(
+                load(bundle, options=chosen, **opening)
+            )
+            for bundle in bundles
+        }
+        return timed(pipelines, progress, against=checkpoint, options=options, is_each_alone=bool(files))
 
 
 def timed(

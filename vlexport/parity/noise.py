@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from threading import Lock
 from typing import Any
 
 import torch
@@ -37,6 +38,8 @@ CAPS = {
 # On the demo checkpoint engine and reference lose 0.1426 and 0.1431 on the faint call; worst tokens of calls
 # differ by 0.97 to 1.14 times.
 HEADROOM, MOST_RAISED = 1.15, 1.25
+# One entry for each check that computes in full float32: what the first of them found.
+_STEADYING, _STEADY = Lock(), list[tuple[str, bool]]()
 
 
 class StayWide(TorchFunctionMode):
@@ -83,15 +86,20 @@ def _wide_product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
 @contextmanager
 def steady_arithmetic() -> Iterator[None]:
     """Compute float32 products in full float32, whatever the process has been set to, and restore that."""
-    before = torch.get_float32_matmul_precision()
-    convolution = torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
+    with _STEADYING:
+        # Of several threads the last one puts back what the first one found.
+        own = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+        _STEADY.append(_STEADY[0] if _STEADY else own)
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cudnn.allow_tf32 = False
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
-        torch.backends.cudnn.allow_tf32 = convolution
+        with _STEADYING:
+            before, convolution = _STEADY.pop()
+            if not _STEADY:
+                torch.set_float32_matmul_precision(before)
+                torch.backends.cudnn.allow_tf32 = convolution
 
 
 def in_float64(reference: Reference, items: Sequence[MediaItem]) -> dict[str, Tensor]:
