@@ -466,7 +466,13 @@ class SharedCalls:
             if not outcome:
                 with self._list:
                     waiting, self._waiting = self._waiting, []
-                made = self.encoder.encode([each for each, _ in waiting])
+                try:
+                    made = self.encoder.encode([each for each, _ in waiting])
+                except BaseException:
+                    # This thread alone was interrupted: the next one encodes those of the others.
+                    with self._list:
+                        self._waiting[:0] = [each for each in waiting if each[1] is not outcome]
+                    raise
                 for (_, place), each in zip(waiting, made, strict=True):
                     # Rows of one call share memory, which the longest-lived would keep for all.
                     place.append(_of(each, len(waiting) == 1))
