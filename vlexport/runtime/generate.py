@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator, Sequence
+from concurrent.futures import Executor
 from contextlib import ExitStack, suppress
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial, wraps
+from threading import Lock
 from typing import Any, ParamSpec, Self, TypeVar
 
 import torch
@@ -280,8 +283,10 @@ class Stream:
             self.answer = end.value or self.answer
             self._end.close()
             raise StopIteration from None
-        except Exception as error:  # noqa: BLE001  a request's outcome, whatever it is
+        except BaseException as error:
             self._end.close()
+            if not isinstance(error, Exception):
+                raise
             outcome = outcome_of(error)
             raise outcome from outcome.__cause__
 
@@ -301,12 +306,14 @@ class Stream:
         self.close()
 
 
-def in_thread(call: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
+def in_thread(call: Callable[P, T], threads: Executor | None = None) -> Callable[P, Coroutine[Any, Any, T]]:
     """Return the async form of a call; a cancelled one ends when its thread has ended."""
 
     @wraps(call)
     async def run(*args: P.args, **named: P.kwargs) -> T:
-        work = asyncio.ensure_future(asyncio.to_thread(call, *args, **named))
+        # No task: those are cancelled when the loop ends, while the thread is still at work.
+        ready = partial(copy_context().run, call, *args, **named)
+        work = asyncio.get_running_loop().run_in_executor(threads, ready)
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
@@ -314,6 +321,8 @@ def in_thread(call: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
             while not work.done():
                 with suppress(asyncio.CancelledError):
                     await asyncio.wait([work])
+            # Nobody asks for its error any more, and asyncio would log that.
+            work.exception()
             raise
 
     # As it is shown by `help`.
@@ -325,11 +334,15 @@ class AsyncStream:
     """Pieces of an answer, each made when it is awaited. Take them all, or use it in `async with`.
 
     A cancelled one is closed.
+
+    threads  in which pieces are made, where those of the event loop may all wait for this stream
     """
 
-    def __init__(self, begin: Callable[[], Stream]) -> None:
-        self._begin = begin
+    def __init__(self, begin: Callable[[], Stream], threads: Executor | None = None) -> None:
+        self._begin, self._threads = begin, threads
         self._stream: Stream | None = None
+        # Another task may close the stream while a piece is made.
+        self._turn = Lock()
 
     @property
     def answer(self) -> Answer | None:
@@ -340,7 +353,7 @@ class AsyncStream:
 
     async def __anext__(self) -> Piece:
         try:
-            piece = await in_thread(self._next)()
+            piece = await in_thread(self._next, self._threads)()
         except asyncio.CancelledError:
             await self.aclose()
             raise
@@ -349,16 +362,21 @@ class AsyncStream:
         return piece
 
     def _next(self) -> Piece | None:
-        if self._stream is None:
-            self._stream = self._begin()
-        return next(self._stream, None)
+        with self._turn:
+            if self._stream is None:
+                self._stream = self._begin()
+            return next(self._stream, None)
+
+    def _close(self) -> None:
+        with self._turn:
+            if self._stream is not None:
+                self._stream.close()
 
     def require_answer(self) -> Answer:
         return _whole(self.answer)
 
     async def aclose(self) -> None:
-        if self._stream is not None:
-            self._stream.close()
+        await in_thread(self._close, self._threads)()
 
     async def __aenter__(self) -> Self:
         return self

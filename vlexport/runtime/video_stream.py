@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -494,12 +495,17 @@ class VideoStream:
 
     def ask(self, question: Question, **options: Unpack[RequestOptions]) -> Answer:
         """Return the answer to a question about the clip so far; the stream goes on from before it."""
-        stream = self.stream(question, **options)
-        for _ in stream:
-            pass
-        return stream.require_answer()
+        with self.stream(question, **options) as pieces:
+            for _ in pieces:
+                pass
+        return pieces.require_answer()
 
-    aask = in_thread(ask)
+    async def aask(self, question: Question, **options: Unpack[RequestOptions]) -> Answer:
+        """Return what `ask` returns; a cancelled one stops after the token that is being made."""
+        async with self.astream(question, **options) as pieces:
+            async for _ in pieces:
+                pass
+        return pieces.require_answer()
 
     def stream(self, question: Question, **options: Unpack[RequestOptions]) -> Stream:
         """Return the tokens of an answer as they come; frames may be pushed meanwhile.
@@ -522,7 +528,8 @@ class VideoStream:
 
     def astream(self, question: Question, **options: Unpack[RequestOptions]) -> AsyncStream:
         """Return the tokens that `stream` returns, each made when it is awaited."""
-        return AsyncStream(partial(self.stream, question, **options))
+        # Questions wait for each other, and may not take all threads from the one that is answered.
+        return AsyncStream(partial(self.stream, question, **options), ThreadPoolExecutor(1))
 
     def _clip(self) -> tuple[list[Encoded], list[Encoded]]:
         """Return the complete groups so far, and one of the frames of the next one, if there are any."""
