@@ -41,6 +41,10 @@ FIELDS = ("last_hidden_state", "pooler_output", "hidden_states", "attentions", "
 ROWS, MAPS, POSITIONS = ("pooler_output", "last_hidden_state"), "fpn_hidden_states", "fpn_position_encoding"
 # Classes round to as much as 1.6e-5 against themselves (docs/generic.md); other weights are 0.1 away.
 SLACK = 5.0
+# transformers changes defaults of the process while it reads a model, and two at once would leave them so.
+ONE_MODEL = threading.Lock()
+# Whether a model is free, and how it answers, is found out by replacing its methods.
+_ATTACHING = threading.Lock()
 # More tiles than any picture is cut into; they are views of one.
 MOST_TILES = 4096
 
@@ -76,7 +80,8 @@ def attach(  # noqa: PLR0913  what `load` offers, in one place
         )
     session = EngineSession.open(bundle, trust=trust, recipe=recipe, options=options)
     try:
-        return Attached(model, _Features(session, _owner(model, session)), keep_weights=keep_weights)
+        with _ATTACHING:
+            return Attached(model, _Features(session, _owner(model, session)), keep_weights=keep_weights)
     except BaseException:
         session.engine.close()
         raise
@@ -84,7 +89,8 @@ def attach(  # noqa: PLR0913  what `load` offers, in one place
 
 def attach_session(model: Any, session: EngineSession) -> Attached:
     """Attach an engine that others use too and close."""
-    return Attached(model, _Features(session, _owner(model, session)), keep_weights=False)
+    with _ATTACHING:
+        return Attached(model, _Features(session, _owner(model, session)), keep_weights=False)
 
 
 class Attached:
@@ -128,7 +134,8 @@ class Attached:
         place, like = self.model.name_or_path, {}
         if self._freed:
             try:
-                stored = type(self.model).from_pretrained(place, dtype="auto", local_files_only=True)
+                with ONE_MODEL:
+                    stored = type(self.model).from_pretrained(place, dtype="auto", local_files_only=True)
                 like = dict(stored.named_parameters(remove_duplicate=False))
             except (OSError, *UNEXPECTED) as error:
                 raise CheckpointError(
@@ -144,6 +151,8 @@ class Attached:
         self.session.engine.close()
 
     def __enter__(self) -> Self:
+        if not self._features.replaced:
+            raise UnsupportedError("attach: detached before; its engine is closed. Attach the bundle again.")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -277,11 +286,15 @@ class _Features:
 
     def _reached(self, call: Callable[[], object]) -> tuple[bool, Exception | None]:
         """Return if a call comes to the method for images, or what it failed at before."""
+        own, here = self.owner.get_image_features, threading.get_ident()
 
-        def reached(*_: object, **__: object) -> None:
+        def reached(*words: object, **named: object) -> object:
+            # Other threads may use the model meanwhile.
+            if threading.get_ident() != here:
+                return own(*words, **named)
             raise _Reached
 
-        self._replace(self.owner, METHOD, functools.wraps(self.owner.get_image_features)(reached))
+        self._replace(self.owner, METHOD, functools.wraps(own)(reached))
         try:
             call()
         except _Reached:
