@@ -676,7 +676,8 @@ def text_model(checkpoint: Checkpoint) -> nn.Module:
     config: Any = AutoConfig.for_model("nemotron_h", **settings)
     config._experts_implementation = "eager"  # noqa: SLF001  other forms take bfloat16 alone
     with torch.device("meta"):
-        module: nn.Module = AutoModel.from_config(config, attn_implementation="sdpa")
+        # By the dtype of the settings transformers would change that of the process meanwhile.
+        module: nn.Module = AutoModel.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
     return module
 
 

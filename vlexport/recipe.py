@@ -343,7 +343,8 @@ def own_text_model(checkpoint: Checkpoint) -> nn.Module:
     # Other forms of experts take bfloat16 alone, or copy the weights for each token.
     config._experts_implementation = "eager"  # noqa: SLF001
     with torch.device("meta"):
-        module: nn.Module = AutoModel.from_config(config, attn_implementation="sdpa")
+        # By the dtype of the settings transformers would change that of the process meanwhile.
+        module: nn.Module = AutoModel.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
     return module
 
 
@@ -367,7 +368,8 @@ def known_text_model(checkpoint: Checkpoint, kind: str, nulls: tuple[str, ...] =
     # Other forms of experts take bfloat16 alone, or copy the weights for each token.
     config._experts_implementation = "eager"  # noqa: SLF001
     with torch.device("meta"):
-        module: nn.Module = AutoModel.from_config(config, attn_implementation="sdpa")
+        # By the dtype of the settings transformers would change that of the process meanwhile.
+        module: nn.Module = AutoModel.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
     return module
 
 

@@ -133,7 +133,7 @@ def prune_part(selector: Selector, part: Pruned, grid_thw: Grid, merge: int, rat
     num_kept = min(len(cells_K), selector.retained_count(per_frame, frames, check_rate(rate)))
     if num_kept == len(cells_K):
         return part
-    share = torch.tensor(1.0 - rate, device=embeds_KD.device)
+    share = torch.tensor(1.0 - rate, dtype=torch.float32, device=embeds_KD.device)
     if not selector.by_place:
         rows_K = best(selector.scores(embeds_KD[None], share, num_kept).flatten(), num_kept)
         return Pruned(embeds=embeds_KD[rows_K], kept=cells_K[rows_K])

@@ -159,7 +159,7 @@ class Mamba2(nn.Module):
             window_1CW = mixed_1NC.new_zeros(1, channels, self.conv1d.kernel_size[0] - 1)
             groups = self.config.n_groups
             shape = heads, inner // heads, (channels - inner) // groups // 2
-            state_HPR = torch.zeros(shape, device=hidden_1ND.device)
+            state_HPR = torch.zeros(shape, dtype=torch.float32, device=hidden_1ND.device)
         window_1CN = torch.cat([window_1CW, mixed_1NC.mT], dim=-1)
         width = window_1CW.shape[-1]
         mixed_1CN = nn.functional.conv1d(window_1CN, self.conv1d.weight, self.conv1d.bias, groups=channels)

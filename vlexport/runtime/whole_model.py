@@ -27,7 +27,7 @@ from vlexport.checkpoint.error_context import checkpoint_errors
 from vlexport.errors import UNEXPECTED, CheckpointError, InputError, LimitError, UnsupportedError
 from vlexport.positions.rules import PromptPositions, delta_of
 from vlexport.recipe import PromptRule
-from vlexport.runtime.attached import attach_session
+from vlexport.runtime.attached import ONE_MODEL, attach_session
 from vlexport.runtime.decoder import DecoderOptions, Language, end_ids
 from vlexport.runtime.encoder import Encoder, EngineSession, Grid
 from vlexport.runtime.generate import AnswerGenerator, RuntimeOptions
@@ -176,7 +176,7 @@ def _model(checkpoint: Checkpoint, dtype: object) -> Any:
                     f"models of type '{checkpoint.model_type}' have an encoder and a decoder of text, which "
                     "this runtime does not do. Use `vlexport.attach` and the model's own `generate`."
                 )
-            with _without_bars():
+            with ONE_MODEL, _without_bars():
                 model, report = auto.from_pretrained(
                     checkpoint.path,
                     config=config,

@@ -96,8 +96,9 @@ def taps(table: Table, positions_N2: Tensor, sizes_N2: Tensor) -> Tensor:
 def weights(table: Table, positions_N2: Tensor, sizes_N2: Tensor) -> Tensor:
     """Return the share of each entry, [N, K] in float32."""
     if table.mode == ANTIALIASED:
-        stride_N21 = (table.side / sizes_N2)[:, :, None]
-        far_N2A = (torch.arange(table.side) + 0.5 - (positions_N2[:, :, None] + 0.5) * stride_N21).abs()
+        stride_N21 = (table.side / sizes_N2.float())[:, :, None]
+        middle_A, middle_N21 = torch.arange(table.side).float() + 0.5, positions_N2[:, :, None].float() + 0.5
+        far_N2A = (middle_A - middle_N21 * stride_N21).abs()
         share_N2A = (1 - far_N2A / stride_N21.clamp(min=1)).clamp(min=0)
         return _both(share_N2A / share_N2A.sum(-1, keepdim=True))
     first_N2, source_N2 = _starts(table, positions_N2, sizes_N2)

@@ -82,8 +82,10 @@ class PixelNormalisation:
 
     def normalise(self, levels: Tensor) -> Tensor:
         shape = (-1, *(1,) * (levels.ndim - 2))
+        # By name: the default is of the process, and transformers changes it while it makes a model.
         mean, std = (
-            torch.tensor(values, device=levels.device).reshape(shape) for values in (self.mean, self.std)
+            torch.tensor(values, dtype=torch.float32, device=levels.device).reshape(shape)
+            for values in (self.mean, self.std)
         )
         scaled = levels.float() if self.divisor == 1.0 else levels.float() / self.divisor
         return (scaled - mean) / std
@@ -93,7 +95,9 @@ class PixelNormalisation:
         return self.normalise(rows_NP.float().unflatten(1, (len(self.mean), -1))).flatten(1)
 
     def bytes_of(self, rows_NP: Tensor) -> Tensor:
-        mean_C1, std_C1 = (torch.tensor(values)[:, None] for values in (self.mean, self.std))
+        mean_C1, std_C1 = (
+            torch.tensor(values, dtype=torch.float32)[:, None] for values in (self.mean, self.std)
+        )
         levels = (rows_NP.unflatten(1, (len(self.mean), -1)) * std_C1 + mean_C1) * self.divisor
         rounded: Tensor = levels.flatten(1).round().clamp(0, 255).to(torch.uint8)
         return rounded
@@ -126,7 +130,9 @@ class PatchRule:
     @property
     def levels(self) -> PixelNormalisation:
         """Divide in float32, as the processors do; on the CPU, also where a tower is made without memory."""
-        settings = (torch.tensor(values, device="cpu") for values in (self.mean, self.std))
+        settings = (
+            torch.tensor(values, dtype=torch.float32, device="cpu") for values in (self.mean, self.std)
+        )
         mean, std = ((values / self.rescale).tolist() for values in settings)
         return PixelNormalisation(mean=tuple(mean), std=tuple(std))
 
