@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import io
 import mmap
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.bundle.examples import store
@@ -186,3 +188,29 @@ def test_a_mapped_file_is_released_where_a_system_does_not_list_what_is_open(
     monkeypatch.setattr(Path, "read_text", None)
     release(view)
     assert (mapped.path, bytes(view)) == (None, b"1" * 2**20)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/maps")
+def test_memory_in_place_of_a_mapping_that_a_thread_closes_meanwhile_keeps_its_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "weights").write_bytes(b"1" * 2**20)
+    with (tmp_path / "weights").open("rb") as file:
+        kept, closed = (MappedFile(file.fileno()) for _ in range(2))
+    place, system = np.frombuffer(closed, np.uint8).ctypes.data, ctypes.CDLL(None)
+    system.mmap.argtypes, system.mmap.restype = [ctypes.c_size_t] * 6, ctypes.c_void_p
+    read, others = Path.read_text, []
+
+    def read_text(path: Path, *words: Any, **named: Any) -> str:
+        text = read(path, *words, **named)
+        if str(path) == "/proc/self/maps" and not closed.closed:
+            closed.close()
+            # MAP_FIXED_NOREPLACE, MAP_ANONYMOUS, MAP_PRIVATE; to be read and written, without a file.
+            assert system.mmap(place, 2**20, 3, 0x100022, 2**64 - 1, 0) == place
+            others.append((ctypes.c_char * 2**20).from_address(place))
+            others[0].raw = b"2" * 2**20
+        return text
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    kept.release()
+    assert others[0].raw == b"2" * 2**20
