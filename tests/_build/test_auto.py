@@ -21,6 +21,7 @@ from vlexport._build.spec import BuildSpec
 from vlexport.backends import backend_names, find_backend, runs_here
 from vlexport.bundle import Bundle
 from vlexport.errors import InputError, LimitError, MediaError, RequestError, UnsupportedError
+from vlexport.system import ONE_BUILD
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +155,14 @@ def test_one_backend_alone_is_measured_where_it_is_named(checkpoint: Path) -> No
     assert (choice.media, choice.rows) == (1, choice.patches // 4)
     with pytest.raises(UnsupportedError, match="openvino"):
         vlexport.choose(checkpoint, backend="openvino", dtype="float16")
+
+
+@pytest.mark.seconds
+def test_no_other_thread_may_build_while_engines_to_be_measured_are_built(checkpoint, monkeypatch) -> None:
+    held, kind = [], type(find_backend("eager"))
+    monkeypatch.setattr(kind, "build", lambda *_: held.append(ONE_BUILD._is_owned()) or int("planted"))
+    vlexport.choose(checkpoint, backend="eager", dtype="float32")
+    assert held == [True]
 
 
 @pytest.mark.seconds
