@@ -28,6 +28,7 @@ from vlexport.runtime.decoder import (
 from vlexport.runtime.memory import Memory
 from vlexport.runtime.onednn_linear import OneDnnLinear, choose_products
 from vlexport.runtime.pipeline import load
+from vlexport.system import ONE_BUILD
 
 RECIPE = find_recipe("qwen2_5_vl")
 
@@ -162,6 +163,17 @@ def test_decoding_compiles_once_for_all_lengths_and_gives_the_same_tokens(bundle
             one = recorded(name)
             assert list(pipeline.generate(one.request).token_ids) == one.case["token_ids"]
     assert len(graphs) == 1
+
+
+@pytest.mark.seconds
+def test_no_other_thread_may_build_while_the_first_token_is_compiled(text_model):
+    held, backend = [], lambda graph, _: held.append(ONE_BUILD._is_owned()) or graph.forward
+    torch._dynamo.reset()
+    decoder = TransformersDecoder(text_model, DecoderOptions(compile=True, backend=backend, length=16))
+    turn, (embeds, positions) = decoder.begin(16), random_prompt(decoder.width, 5)
+    for steps in ([0, 1, 2], [3], [4]):
+        turn.step(embeds[steps], positions[:, steps])
+    assert (held, ONE_BUILD._is_owned()) == ([True], False)
 
 
 def test_too_long_a_sequence_and_positions_of_another_number_are_refused(text_model):
