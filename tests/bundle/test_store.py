@@ -19,8 +19,9 @@ from filelock import FileLock
 from tests.bundle.examples import BUILD, KEY, MANIFEST, PAYLOADS, store, write
 from vlexport.bundle import Bundle, Trust, Verdict
 from vlexport.bundle import store as store_
+from vlexport.bundle.inventory import bundles, remove
 from vlexport.bundle.manifest import entry_path
-from vlexport.bundle.store import entry_for, finished, staged
+from vlexport.bundle.store import entry_for, finished, remove_entry, staged, tag, working_folder
 from vlexport.codec import MAX_BYTES
 from vlexport.errors import LockedError, RequestError, ResourceError
 
@@ -202,6 +203,32 @@ def test_what_may_still_be_written_elsewhere_stays_for_a_day(into: Path, data: P
     os.utime(left, (0, 0))
     store(into, data)
     assert names(into) == ["entry"]
+
+
+def test_a_tag_that_moves_to_another_bundle_while_its_own_is_removed_stays(into, data, monkeypatch):
+    one, two = (store(into, data, name=name).path for name in ("one", "two"))
+    tag(one, "best")
+    rename = Path.rename
+    monkeypatch.setattr(Path, "rename", lambda *places: tag(two, "best") and rename(*places))
+    remove_entry(into, "one")
+    assert (names(into), (into / "best").resolve()) == (["best", "two"], two)
+
+
+def test_what_a_builder_of_another_container_writes_stays_by_its_lock(into, data):
+    store(into, data, name="other")
+    left = left_by(into)
+    (entry,) = (entry for entry in bundles(into) if entry.kind == "unfinished")
+    with FileLock(into / ".lock-entry"):
+        assert (remove(entry), left.exists()) == (False, True)
+    assert (remove(entry), left.exists()) == (True, False)
+
+
+def test_a_working_folder_of_this_process_stays_however_it_is_written(into, data, monkeypatch):
+    into.mkdir()
+    monkeypatch.chdir(into.parent)
+    with working_folder(Path(into.name), "entry") as folder:
+        store(into, data)
+        assert folder.exists()
 
 
 def test_foreign_names_are_left_alone(into: Path, data: Path) -> None:
