@@ -33,6 +33,13 @@ def test_arithmetic_is_steady_inside_and_as_before_outside():
         with steady_arithmetic():
             assert torch.get_float32_matmul_precision() == "highest"
         assert torch.get_float32_matmul_precision() == "high"
+        # Of checks that overlap, as in two threads, the last one puts back what the first one found.
+        checks = [steady_arithmetic() for _ in range(2)]
+        for check in checks:
+            check.__enter__()
+        for precision, check in zip(("highest", "high"), checks, strict=True):
+            check.__exit__(None, None, None)
+            assert torch.get_float32_matmul_precision() == precision
     finally:
         torch.set_float32_matmul_precision("highest")
 
