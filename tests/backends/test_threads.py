@@ -18,6 +18,7 @@ from tests.backends.towers import WIDTH, build_tower, sharp_checkpoint
 from tests.golden_towers import items_of
 from vlexport._build.export import export
 from vlexport.backends import Engine, EngineSpec, Folder, Options, find_backend
+from vlexport.backends._torch import torch_threads
 from vlexport.backends.cudagraphs import _Runner, captured_calls
 from vlexport.checkpoint import Checkpoint
 from vlexport.errors import InputError
@@ -122,6 +123,17 @@ def test_a_library_gets_one_call_at_a_time_unless_it_takes_more(reentrant: bool)
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(lambda _: engine.run(call(4)), range(16)))
     assert (library.most > 1) is reentrant
+
+
+def test_engines_of_two_threads_leave_the_number_of_threads_that_the_first_one_found() -> None:
+    before, (first, second) = torch.get_num_threads(), (torch_threads(2), torch_threads(3))
+    with ThreadPoolExecutor(1) as other:
+        first.__enter__()
+        other.submit(second.__enter__).result(60)
+        first.__exit__(None, None, None)
+        other.submit(second.__exit__, None, None, None).result(60)
+    with ThreadPoolExecutor(1) as later:
+        assert (torch.get_num_threads(), later.submit(torch.get_num_threads).result(60)) == (before, before)
 
 
 def _in_fork(engine: Engine, given: dict[str, Tensor], messages: multiprocessing.SimpleQueue[str]) -> None:
