@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from vlexport.backends import Engine
 from vlexport.errors import InputError, LimitError, VlexportError
 from vlexport.evaluate.sweep import Case, Runner, SweepPlan
 from vlexport.runtime.embedding_cache import EmbeddingCache, item_key, pixels_key
-from vlexport.runtime.encoder import Encoder, EncoderOptions, EncoderOutput
+from vlexport.runtime.encoder import Encoder, EncoderOptions, EncoderOutput, SharedCalls
 from vlexport.runtime.outputs import Encoded
 from vlexport.runtime.request import EncoderInput, Generation, Request
 from vlexport.specs import MediaItem, Pixels
@@ -153,6 +154,26 @@ def test_without_a_cache_every_question_costs_a_call(fresh):
     for _ in range(2):
         answer_to(pipeline, images=[image(0)])
     assert pipeline.session.num_calls == 2
+
+
+def test_rows_are_the_same_under_another_default_dtype_which_loads_in_other_threads_set(fresh):
+    pipeline = fresh(encoder=EncoderOptions(cache_bytes=0))
+    rows = pipeline.encode(image(0)).embeds
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert torch.equal(pipeline.encode(image(0)).embeds, rows)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_an_interrupted_call_leaves_what_other_threads_wait_for_to_the_next_one(monkeypatch):
+    answers, other = [KeyboardInterrupt, [InputError("other"), InputError("next")]], ("other", [])
+    calls = SharedCalls(Mock(**{"encode.side_effect": answers}))
+    calls._waiting.append(other)
+    with pytest.raises(KeyboardInterrupt):
+        calls.encode("interrupted")
+    assert str(calls.encode("next")) == "next"
+    assert str(other[1][0]) == "other"
 
 
 def test_a_preprocessed_item_is_found_again_too(fresh):
