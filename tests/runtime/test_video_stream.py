@@ -10,10 +10,12 @@ import random
 import re
 import threading
 from bisect import bisect_right
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -29,7 +31,7 @@ from vlexport.backends import Options
 from vlexport.errors import InputError, InternalError, LimitError, MediaError, UnsupportedError, VlexportError
 from vlexport.evaluate.evaluator import force
 from vlexport.runtime import video_stream
-from vlexport.runtime.generate import RuntimeOptions, prefill
+from vlexport.runtime.generate import RuntimeOptions, Sampler, prefill
 from vlexport.runtime.outputs import Answer, Encoded, value_of
 from vlexport.runtime.pipeline import Pipeline, load
 from vlexport.runtime.request import Request
@@ -479,6 +481,33 @@ def test_a_question_that_is_cancelled_while_it_is_prefilled_holds_up_no_other(pi
         assert not stream._memory.locked()
         ours = stream.ask(WORDS, max_new_tokens=6)
     agree(ours, pipeline.generate(WORDS, videos=[clip], max_new_tokens=6))
+
+
+def test_an_interrupt_holds_up_no_question_nor_do_more_of_them_than_asyncio_has_threads(pipeline):
+    lengths = []
+
+    async def read() -> None:
+        async with stream.astream(WORDS, max_new_tokens=4, ignore_end=True) as pieces:
+            lengths.append(len([piece async for piece in pieces]))
+
+    async def ask() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        await asyncio.gather(read(), read())
+
+    with pipeline.watch(fps=2) as stream:
+        for frame in video(8, frames=4).frames:
+            stream.push(frame)
+        interrupted = patch.object(Sampler, "choose", side_effect=KeyboardInterrupt)
+        with interrupted, pytest.raises(KeyboardInterrupt):
+            stream.ask(WORDS)
+        assert not stream._memory.locked()
+        asking = threading.Thread(target=lambda: asyncio.run(ask()), daemon=True)
+        asking.start()
+        asking.join(30)
+        if asking.is_alive():
+            # Lets the thread end that would hold up the end of the process.
+            stream._memory.release()
+        assert lengths == [4, 4]
 
 
 def held_up(pipeline: Pipeline, monkeypatch) -> tuple[threading.Event, threading.Event]:
