@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ from vlexport.bundle import Bundle
 from vlexport.codec import canonical, decode, encode, parse
 from vlexport.errors import CheckpointError, InputError, MisfitError, UnsupportedError
 from vlexport.recipe import served_types
+from vlexport.runtime import attached as module
 from vlexport.vision.features.classes import ReadWeights
 from vlexport.vision.features.pixels import PictureRule
 
@@ -130,6 +132,20 @@ def test_other_instances_keep_their_tower_and_threads_share_the_engine(llava):
 
 
 @pytest.mark.seconds
+def test_other_threads_may_use_a_model_that_is_being_attached(llava, monkeypatch):
+    reached, pixels, rows = module._Features._reached, pixels_of(owner_of(llava.model), 2), []
+
+    def meanwhile(self: Any, call: Any) -> Any:
+        with ThreadPoolExecutor(1) as pool:
+            use = partial(pool.submit, llava.model.get_image_features, **pixels)
+            return reached(self, lambda: rows.append(use().result(60)) or call())
+
+    monkeypatch.setattr(module._Features, "_reached", meanwhile)
+    attach(llava.model, llava.bundle, keep_weights=True).detach()
+    assert rows
+
+
+@pytest.mark.seconds
 def test_half_precision_takes_rows_of_its_dtype(llava):
     model = type(llava.model).from_pretrained(llava.folder, dtype=torch.bfloat16).eval()
     pixels = pixels_of(owner_of(model), 2)
@@ -196,6 +212,8 @@ def test_weights_that_cannot_be_read_again_keep_the_model_attached(llava, tmp_pa
     model.name_or_path = str(llava.folder)
     engine.detach()
     assert torch.equal(answers(model, call)[0], answers(llava.model, call)[0])
+    with pytest.raises(UnsupportedError, match="detached before"), engine:
+        pass
 
 
 @pytest.mark.slow
