@@ -182,7 +182,7 @@ def staged(  # noqa: PLR0913
         with _entry_lock(into, name, wait_seconds) as held, working_folder(into, name) as scratch:
             folder = scratch / _ENGINE
             kept = _take_over(folder, unfinished(into, name), key, held, user_data) if key else None
-            _remove_leftovers(into, name, held)
+            _remove_leftovers(into, name, held=held)
             folder.mkdir(exist_ok=True)
             with explained(into, need, scratch):
                 yield Staging(folder=folder, final=into / name, user_data=user_data, kept=kept)
@@ -190,7 +190,7 @@ def staged(  # noqa: PLR0913
 
 @contextmanager
 def _entry_lock(into: Path, name: str, wait_seconds: float) -> Iterator[bool]:
-    path = into / f".lock-{name}"
+    path = _lock_of(into, name)
     lock, held = FileLock(path), True
     try:
         try:
@@ -217,6 +217,10 @@ def _entry_lock(into: Path, name: str, wait_seconds: float) -> Iterator[bool]:
         yield held
     finally:
         lock.release()
+
+
+def _lock_of(into: Path, name: str) -> Path:
+    return into / f".lock-{name}"
 
 
 def _holder(into: Path, name: str) -> str:
@@ -286,15 +290,19 @@ def remove_leftovers(into: Path, entry: str) -> None:
     """Remove what builders that died after they published an entry left, unless somebody builds it now."""
     if not unfinished(into, entry):
         return
+    if not _lock_of(into, entry).exists():
+        # Of a pull, which nobody locks; a lock of ours would stay behind.
+        _remove_leftovers(into, entry, held=True)
+        return
     try:
         with _entry_lock(into, entry, 0.0) as held:
-            _remove_leftovers(into, entry, held)
+            _remove_leftovers(into, entry, held=held)
     except (LockedError, OSError) as error:
         # The entry is usable all the same, in a folder of others too.
         logger.debug("what a build left stays: %s", error)
 
 
-def _remove_leftovers(into: Path, entry: str, held: bool) -> None:
+def _remove_leftovers(into: Path, entry: str, *, held: bool) -> None:
     for build in unfinished(into, entry):
         # Some file systems let everybody hold a lock, so the process counts too.
         if build.is_abandoned(held=held):
