@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -159,8 +160,15 @@ def test_one_backend_alone_is_measured_where_it_is_named(checkpoint: Path) -> No
 
 @pytest.mark.seconds
 def test_no_other_thread_may_build_while_engines_to_be_measured_are_built(checkpoint, monkeypatch) -> None:
-    held, kind = [], type(find_backend("eager"))
-    monkeypatch.setattr(kind, "build", lambda *_: held.append(ONE_BUILD._is_owned()) or int("planted"))
+    held: list[bool] = []
+    turns: Any = ONE_BUILD
+    kind = type(find_backend("eager"))
+
+    def build(*_: object) -> None:
+        held.append(turns._is_owned())
+        raise UnsupportedError("planted")
+
+    monkeypatch.setattr(kind, "build", build)
     vlexport.choose(checkpoint, backend="eager", dtype="float32")
     assert held == [True]
 

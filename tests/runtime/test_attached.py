@@ -137,8 +137,13 @@ def test_other_threads_may_use_a_model_that_is_being_attached(llava, monkeypatch
 
     def meanwhile(self: Any, call: Any) -> Any:
         with ThreadPoolExecutor(1) as pool:
-            use = partial(pool.submit, llava.model.get_image_features, **pixels)
-            return reached(self, lambda: rows.append(use().result(60)) or call())
+            use: Any = partial(pool.submit, llava.model.get_image_features, **pixels)
+
+            def both() -> None:
+                rows.append(use().result(60))
+                call()
+
+            return reached(self, both)
 
     monkeypatch.setattr(module._Features, "_reached", meanwhile)
     attach(llava.model, llava.bundle, keep_weights=True).detach()

@@ -167,13 +167,19 @@ def test_decoding_compiles_once_for_all_lengths_and_gives_the_same_tokens(bundle
 
 @pytest.mark.seconds
 def test_no_other_thread_may_build_while_the_first_token_is_compiled(text_model):
-    held, backend = [], lambda graph, _: held.append(ONE_BUILD._is_owned()) or graph.forward
+    held: list[bool] = []
+    turns: Any = ONE_BUILD
+
+    def backend(graph, _):
+        held.append(turns._is_owned())
+        return graph.forward
+
     torch._dynamo.reset()
     decoder = TransformersDecoder(text_model, DecoderOptions(compile=True, backend=backend, length=16))
     turn, (embeds, positions) = decoder.begin(16), random_prompt(decoder.width, 5)
     for steps in ([0, 1, 2], [3], [4]):
         turn.step(embeds[steps], positions[:, steps])
-    assert (held, ONE_BUILD._is_owned()) == ([True], False)
+    assert (held, turns._is_owned()) == ([True], False)
 
 
 def test_too_long_a_sequence_and_positions_of_another_number_are_refused(text_model):

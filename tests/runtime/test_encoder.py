@@ -167,8 +167,9 @@ def test_rows_are_the_same_under_another_default_dtype_which_loads_in_other_thre
 
 
 def test_an_interrupted_call_leaves_what_other_threads_wait_for_to_the_next_one(monkeypatch):
-    answers, other = [KeyboardInterrupt, [InputError("other"), InputError("next")]], ("other", [])
-    calls = SharedCalls(Mock(**{"encode.side_effect": answers}))
+    answers = [KeyboardInterrupt, [InputError("other"), InputError("next")]]
+    calls: Any = SharedCalls(Mock(**{"encode.side_effect": answers}))
+    other: tuple[str, list[object]] = ("other", [])
     calls._waiting.append(other)
     with pytest.raises(KeyboardInterrupt):
         calls.encode("interrupted")

@@ -484,7 +484,7 @@ def test_a_question_that_is_cancelled_while_it_is_prefilled_holds_up_no_other(pi
 
 
 def test_an_interrupt_holds_up_no_question_nor_do_more_of_them_than_asyncio_has_threads(pipeline):
-    lengths = []
+    lengths: list[int] = []
 
     async def read() -> None:
         async with stream.astream(WORDS, max_new_tokens=4, ignore_end=True) as pieces:
