@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from vlexport.checkpoint import MAX_LAYERS, Checkpoint
 from vlexport.checkpoint.config import ConfigView
 from vlexport.errors import InputError, LimitError, UnsupportedError
-from vlexport.recipe import LanguageRule, Limit, PromptItem, PromptRule, Recipe
+from vlexport.recipe import LanguageRule, Limit, PromptItem, PromptRule, Recipe, text_model_of
 from vlexport.specs import Dim, MediaBounds, MediaItem, Multiple, Pixels, Range, ShapeProfile, Symbol
 from vlexport.vision import grid
 from vlexport.vision.attention.layout import CallLayout
@@ -667,18 +667,13 @@ def expand(config: Config, item: PromptItem) -> str:
 
 def text_model(checkpoint: Checkpoint) -> nn.Module:
     """Return the decoder of transformers, Mamba, attention and experts in turns, without weights."""
-    from transformers import AutoConfig, AutoModel
+    from transformers import AutoConfig
 
     settings: Any = dict(section(checkpoint.view, "text_config").items())
     settings.pop("model_type", None)
     # An upper limit of infinity is no JSON and read as an object; the class does not use it.
     settings.pop("time_step_limit", None)
-    config: Any = AutoConfig.for_model("nemotron_h", **settings)
-    config._experts_implementation = "eager"  # noqa: SLF001  other forms take bfloat16 alone
-    with torch.device("meta"):
-        # By the dtype of the settings transformers would change that of the process meanwhile.
-        module: nn.Module = AutoModel.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
-    return module
+    return text_model_of(AutoConfig.for_model("nemotron_h", **settings))
 
 
 LANGUAGE: LanguageRule[Config] = LanguageRule(

@@ -333,19 +333,26 @@ def folded_scales(*, embeds: float, branches: float, logits: float) -> Mapping[s
     }
 
 
-def own_text_model(checkpoint: Checkpoint) -> nn.Module:
-    """Return the language model that transformers has for the checkpoint's own type, without weights."""
+def text_model_of(config: Any) -> nn.Module:
+    """Return the model of a configuration of transformers, without weights."""
     import torch
-    from transformers import AutoConfig, AutoModel
+    from transformers import AutoModel
 
-    settings = {**checkpoint.config, "text_config": dict(checkpoint.text_config.items())}
-    config: Any = AutoConfig.for_model(checkpoint.model_type).from_dict(settings).text_config
     # Other forms of experts take bfloat16 alone, or copy the weights for each token.
     config._experts_implementation = "eager"  # noqa: SLF001
     with torch.device("meta"):
         # By the dtype of the settings transformers would change that of the process meanwhile.
         module: nn.Module = AutoModel.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
     return module
+
+
+def own_text_model(checkpoint: Checkpoint) -> nn.Module:
+    """Return the language model that transformers has for the checkpoint's own type, without weights."""
+    from transformers import AutoConfig
+
+    settings = {**checkpoint.config, "text_config": dict(checkpoint.text_config.items())}
+    config: Any = AutoConfig.for_model(checkpoint.model_type).from_dict(settings).text_config
+    return text_model_of(config)
 
 
 def known_text_model(checkpoint: Checkpoint, kind: str, nulls: tuple[str, ...] = ()) -> nn.Module:
@@ -355,8 +362,7 @@ def known_text_model(checkpoint: Checkpoint, kind: str, nulls: tuple[str, ...] =
     does not know are left out, `auto_map` among them: no code of the checkpoint is run. `nulls` are those
     where null is a value; elsewhere it counts as missing.
     """
-    import torch
-    from transformers import AutoConfig, AutoModel
+    from transformers import AutoConfig
 
     # Files of older releases give rotary settings by these names, which every type reads.
     allowed = {*vars(AutoConfig.for_model(kind)), "rope_theta", "rope_scaling"}
@@ -365,12 +371,7 @@ def known_text_model(checkpoint: Checkpoint, kind: str, nulls: tuple[str, ...] =
     text = dict(checkpoint.view.text().items())
     settings |= {name: None for name in nulls if name in text and text[name] is None}
     config: Any = AutoConfig.for_model(kind, **settings)
-    # Other forms of experts take bfloat16 alone, or copy the weights for each token.
-    config._experts_implementation = "eager"  # noqa: SLF001
-    with torch.device("meta"):
-        # By the dtype of the settings transformers would change that of the process meanwhile.
-        module: nn.Module = AutoModel.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
-    return module
+    return text_model_of(config)
 
 
 def recipe_folder() -> Path:
