@@ -134,8 +134,8 @@ def build_vlexport(job: Job) -> None:
     import vlexport
     from vlexport.backends import Options
 
-    options = Options(threads=job.threads)
-    vlexport.build(job.checkpoint, **job.options, output_dir=job.built, name="engine", options=options)
+    chosen = {**job.options["build"], "options": Options(threads=job.threads)}
+    vlexport.build(job.checkpoint, **chosen, output_dir=job.built, name="engine")
 
 
 def open_vlexport(job: Job) -> Call:
@@ -149,7 +149,7 @@ def open_vlexport(job: Job) -> Call:
     options, bundle = Options(threads=job.threads), Path(job.built, "engine")
     pipeline = vlexport.load(bundle, checkpoint=decoder, options=options, runtime=runtime)
     grid = tuple(tensors["grid"].tolist())
-    if rule := job.options.get("selector", "").partition(",")[2]:
+    if rule := job.options["prune_before"]:
         # Cells are chosen by their pixels, so preprocessing is part of a call.
         media = vlexport.Pixels(kind="image", frames=tensors["frames"])
         return lambda: pipeline.encode(media, prune_before=rule).embeds.float().numpy()

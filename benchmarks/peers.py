@@ -63,12 +63,12 @@ class Peer:
 
 def ours(backend: str, precision: str, rule: str = "") -> Peer:
     limits = {"min_pixels": 56 * 56, "max_pixels": 1092 * 1932, "max_images": 1, "max_frames": 16}
-    chosen = {"quantize": "int8"} if precision == "int8" else {"dtype": precision}
-    options = {"backend": backend, **chosen, **limits}
-    if rule:
-        options["selector"] = f"evs,{rule}"
-    words = [backend, precision, *([rule] if rule else [])]
-    return Peer(" ".join(["vlexport", *words]), "vlexport", options, "-".join(words))
+    chosen = {"dtype": precision}
+    if precision == "int8":
+        chosen = {"quantize": "int8", "selector": "evs,predicted"}
+    options = {"build": {"backend": backend, **chosen, **limits}, "prune_before": rule}
+    name = f"vlexport {backend} {precision} {rule}".rstrip()
+    return Peer(name, "vlexport", options, f"{backend}-{precision}")
 
 
 WIDE, TOWER = {"INFERENCE_PRECISION_HINT": "f32"}, "*vision_embeddings*"

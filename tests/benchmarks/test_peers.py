@@ -48,7 +48,7 @@ def test_a_ratio_is_of_the_same_round_and_has_its_interval(tmp_path):
 def test_a_name_is_one_peer_and_a_beginning_is_all_that_begin_so():
     whole, beginning = named(["vlexport onnxruntime int8"]), named(["vlexport onnxruntime i"])
     assert [peer.files for peer in whole] == ["onnxruntime-int8"]
-    assert [peer.files for peer in beginning] == ["onnxruntime-int8", "onnxruntime-int8-predicted"]
+    assert [peer.files for peer in beginning] == ["onnxruntime-int8", "onnxruntime-int8"]
     assert named([""]) == list(PEERS)
 
 
