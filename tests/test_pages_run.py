@@ -57,6 +57,10 @@ EXIT_CODES = {
         "docs/backends.md",
         "vlexport build SOURCE --backend onnxruntime --device cuda --dtype float16",
     ): 2,  # without the GPU
+    (
+        "docs/backends.md",
+        "vlexport build SOURCE --backend openvino --dtype bfloat16",
+    ): 0 if "avx512_bf16" in Path("/proc/cpuinfo").read_text(encoding="utf-8") else 2,
 }
 # Any name will do in their place.
 FREE = {"--recipe NAME": "--recipe qwen2_vl", "--backend NAME": "--backend eager"}
