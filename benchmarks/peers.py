@@ -63,9 +63,9 @@ class Peer:
 
 def ours(backend: str, precision: str, rule: str = "") -> Peer:
     limits = {"min_pixels": 56 * 56, "max_pixels": 1092 * 1932, "max_images": 1, "max_frames": 16}
-    chosen = {"dtype": precision}
-    if precision == "int8":
-        chosen = {"quantize": "int8", "selector": "evs,predicted"}
+    # One bundle encodes whole pictures and pruned ones.
+    eight = {"quantize": "int8", "selector": "evs,predicted"}
+    chosen = eight if precision == "int8" else {"dtype": precision}
     options = {"build": {"backend": backend, **chosen, **limits}, "prune_before": rule}
     name = f"vlexport {backend} {precision} {rule}".rstrip()
     return Peer(name, "vlexport", options, f"{backend}-{precision}")
