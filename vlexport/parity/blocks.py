@@ -25,7 +25,7 @@ from vlexport.parity.reference import BlockRows
 from vlexport.parity.samples import Sample, prepared
 from vlexport.recipe import Recipe
 from vlexport.specs import Dim, MediaItem, ShapeProfile
-from vlexport.system import ONE_BUILD
+from vlexport.system import ONE_BUILD, give_back
 from vlexport.vision.attention.packing import Packing
 from vlexport.vision.tower import StagedTower
 
@@ -173,39 +173,33 @@ def running(
     def inputs(sample: Sample, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {**prepared(subject, sample.items), **cast_floats(rows, subject.dtype)}
 
-    if subject.backend is None:
-        with torch.inference_mode():
-            yield lambda sample, rows: module(inputs(sample, rows))
-        return
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        _built(subject, profile, module, extra, Path(folder)) as engine,
-    ):
-        # Some engines leave what they made on their device.
-        yield lambda sample, rows: {
-            name: output.cpu() for name, output in engine.run(inputs(sample, rows)).items()
-        }
-
-
-def _built(
-    subject: BuildSpec, profile: ShapeProfile, module: nn.Module, extra: Mapping[str, int], folder: Path
-) -> Engine:
     backend = subject.backend
-    assert backend is not None
-    traced = TowerSpec(
-        recipe=_with_rows(subject.recipe, extra),
-        checkpoint=subject.checkpoint,
-        config=subject.config,
-        precision=replace(subject.precision, fp32_layers={}),
-        form=subject.form,
-        profile=profile,
-    )
-    with ONE_BUILD:
-        graph = trace(traced, module)
-        backend.build(graph, Options(), folder)
-    spec = EngineSpec(inputs=graph.inputs, outputs=graph.outputs, profile=profile)
-    del graph
-    return Engine(backend.open(Folder(folder), spec, Options()), spec)
+    if backend is None:
+        eager = module
+        with torch.inference_mode():
+            yield lambda sample, rows: eager(inputs(sample, rows))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        traced = TowerSpec(
+            recipe=_with_rows(subject.recipe, extra),
+            checkpoint=subject.checkpoint,
+            config=subject.config,
+            precision=replace(subject.precision, fp32_layers={}),
+            form=subject.form,
+            profile=profile,
+        )
+        with ONE_BUILD:
+            graph = trace(traced, module)
+            backend.build(graph, Options(), Path(folder))
+        spec = EngineSpec(inputs=graph.inputs, outputs=graph.outputs, profile=profile)
+        # The engine has weights of its own.
+        del graph, module
+        give_back(subject.size)
+        with Engine(backend.open(Folder(Path(folder)), spec, Options()), spec) as engine:
+            # Some engines leave what they made on their device.
+            yield lambda sample, rows: {
+                name: output.cpu() for name, output in engine.run(inputs(sample, rows)).items()
+            }
 
 
 def _with_rows(recipe: Recipe[Any], extra: Mapping[str, int]) -> Recipe[Any]:
