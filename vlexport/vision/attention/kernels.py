@@ -10,6 +10,7 @@ segments.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from itertools import pairwise
 from typing import cast
 
@@ -22,6 +23,9 @@ from vlexport.errors import InputError
 # Rows that MKL multiplies at a time. A rest of a call, or of a thread's part of one, is added up in other
 # steps: the bits of a row would depend on how many others there are.
 BLOCK = 4
+# Keys from which on two products of bfloat16 are faster than torch's kernel, and the scores made at once.
+LONG = 256
+SCORES = 1 << 21
 
 
 @torch.library.custom_op("vlexport::segment_attention", mutates_args=())
@@ -47,13 +51,13 @@ def _attend_runs(
     for count, queries, keys in runs:
         query_stop, key_stop = query_start + count * queries, key_start + count * keys
         q = _heads_first(q_QHD[query_start:query_stop], count)
-        mixed = F.scaled_dot_product_attention(
-            F.pad(q, (0, 0, 0, -queries % BLOCK)) if queries % BLOCK else q,
-            _heads_first(k_NHD[key_start:key_stop], count),
-            _heads_first(v_NHD[key_start:key_stop], count),
-            scale=scale,
-        )
-        out_QHD[query_start:query_stop] = mixed[:, :, :queries].transpose(1, 2).flatten(0, 1)
+        k, v = (_heads_first(rows[key_start:key_stop], count) for rows in (k_NHD, v_NHD))
+        if keys >= LONG and q.dtype == torch.bfloat16 and _multiplies_bfloat16(q.device.type):
+            mixed = _by_products(q, k, v, scale)
+        else:
+            padded = F.pad(q, (0, 0, 0, -queries % BLOCK)) if queries % BLOCK else q
+            mixed = F.scaled_dot_product_attention(padded, k, v, scale=scale)[:, :, :queries]
+        out_QHD[query_start:query_stop] = mixed.transpose(1, 2).flatten(0, 1)
         query_start, key_start = query_stop, key_stop
     if (query_start, key_start) != (q_QHD.shape[0], k_NHD.shape[0]):
         raise ValueError(
@@ -67,6 +71,38 @@ def _heads_first(rows_NHD: Tensor, count: int) -> Tensor:
     """Return the rows of `count` equal segments: [count, heads, rows, width]."""
     split: Tensor = rows_NHD.unflatten(0, (count, -1))
     return split.transpose(1, 2)
+
+
+@cache
+def _multiplies_bfloat16(device: str) -> bool:
+    """Return whether torch multiplies matrices in bfloat16 here, and its attention in float32."""
+    found = torch.cpu.get_capabilities()
+    return device == "cpu" and bool(found.get("avx512_bf16")) and not found.get("amx_bf16")
+
+
+def _by_products(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Attend by products of matrices in bfloat16, to which scores are rounded.
+
+    So a second product takes the largest score of its row from each, in a column more: what remains is small
+    where a weight is large, and so is what rounding takes. A column more of the values sums the weights.
+    """
+    width = q.shape[-1]
+
+    def widened(rows: Tensor, last: float) -> Tensor:
+        # Products of an odd number of columns are slower.
+        return F.pad(F.pad(rows, (0, 1), value=last), (0, 1)).flatten(0, 1)
+
+    mixed = torch.empty_like(q, memory_format=torch.contiguous_format)
+    queries = max(1, min(SCORES // k.shape[2], q.shape[2]))
+    several = max(1, SCORES // (queries * k.shape[2]))
+    whole = (widened(q * scale, 0), widened(k, 1).transpose(1, 2), widened(v, 1), mixed.flatten(0, 1))
+    for q_SQD, k_SDK, v_SKD, out_SQD in zip(*(rows.split(several) for rows in whole), strict=True):
+        for part, out in zip(q_SQD.split(queries, 1), out_SQD.split(queries, 1), strict=True):
+            scores = torch.bmm(part, k_SDK)
+            part[..., width] = -scores.amax(-1)
+            sums = torch.bmm(torch.bmm(part, k_SDK, out=scores).exp_(), v_SKD)
+            torch.div(sums[..., :width], sums[..., width : width + 1], out=out)
+    return mixed
 
 
 def by_kernel(
