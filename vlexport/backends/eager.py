@@ -38,7 +38,7 @@ class Eager(Backend):
         ),
         Capability(
             dtype="bfloat16",
-            note="norm statistics, rotary and softmax in float32",
+            note="norm statistics and rotary in float32",
             costs=Costs(
                 base=342, opening=0.97, weights=1.0, values=1.5, disk=2.2,
                 build_base=584, build_weights=3.76, check_values=2.54, compile_base=474, compile_weights=4.19,
