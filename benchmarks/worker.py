@@ -233,6 +233,7 @@ class Server:
             profile=ShapeProfile("product", {}),
             inputs=(TensorSpec(name="x", dtype=dtype, shape=(rows, inner)),),
             outputs=(TensorSpec(name="y", dtype=dtype, shape=(rows, columns)),),
+            module=module,
             program=torch.export.export(module, (self._product_input(),)),
         )
 

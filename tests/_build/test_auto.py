@@ -20,6 +20,7 @@ from vlexport._build.auto import Choice
 from vlexport._build.export import trace
 from vlexport._build.spec import BuildSpec
 from vlexport.backends import backend_names, find_backend, runs_here
+from vlexport.backends._engine import has_vnni
 from vlexport.bundle import Bundle
 from vlexport.errors import InputError, LimitError, MediaError, RequestError, UnsupportedError
 from vlexport.system import ONE_BUILD
@@ -259,3 +260,14 @@ def test_a_build_has_the_backend_and_precision_that_were_measured(checkpoint: Pa
     manifest = Bundle.open(path).manifest
     assert (manifest.precision.dtype, manifest.parity.status) == ("float32", "passed")
     assert f"{manifest.target.backend}  float32" in ran.err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_vnni(), reason="the processor has no VNNI, inductor no int8")
+def test_engines_in_8_bits_have_no_more_blocks_than_the_others(tmp_path: Path) -> None:
+    """inductor traces a second time, and once took the whole tower."""
+    source = write_tiny_qwen2_5_vl(tmp_path / "tiny", depth=9)
+    choice = vlexport.choose(source, quantize="int8")
+    assert choice.blocks < choice.depth == 9
+    errors = {row.backend: row.error for row in choice.candidates if row.error is not None}
+    assert errors["inductor"] < 1.5 * errors["onnxruntime"]

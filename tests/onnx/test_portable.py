@@ -98,7 +98,8 @@ def family(tmp_path_factory):
             profile=next(iter(recipe.profiles(config).values())),
             inputs=specs_of(inputs, recipe.axes(config, "grouped")),
             outputs=(),
-            program=None,  # type: ignore[arg-type]  # only names and axes are read
+            module=None,  # type: ignore[arg-type]  # only names and axes are read
+            program=None,  # type: ignore[arg-type]
         )
         BACKEND.write_portable(graph, recipe.pruning_rule, folder)
         return BACKEND.portable(Folder(folder), recipe.pruning_rule), recipe, config

@@ -86,6 +86,7 @@ def trace(spec: TowerSpec, module: nn.Module | None = None) -> Graph:
         program = torch.export.export(module, (example,), dynamic_shapes=(varying,), strict=False)
     return Graph(
         **spec.shared(),
+        module=module,
         inputs=specs_of(example, axes),
         outputs=specs_of(_outputs(program), axes),
         program=program,
@@ -130,10 +131,11 @@ def with_weights(spec: TowerSpec, content: bytes) -> Graph:
     assert sizes is not None, "the number of patches is free"
     for product in [size for size in sizes.var_to_range if not size.is_Symbol]:
         del sizes.var_to_range[product]
-    weights = spec.tower().state_dict(keep_vars=True)
+    tower = spec.tower()
+    weights = tower.state_dict(keep_vars=True)
     program.state_dict.update({name: weights[name] for name in program.state_dict})
     named = decode(_Names, json.loads(stored[_NAMES]))
-    return Graph(**spec.shared(), inputs=named.inputs, outputs=named.outputs, program=program)
+    return Graph(**spec.shared(), module=tower, inputs=named.inputs, outputs=named.outputs, program=program)
 
 
 @dataclass(frozen=True, kw_only=True)

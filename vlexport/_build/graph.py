@@ -54,9 +54,11 @@ class Graph(TowerSpec):
     """A traced tower that serves every shape of its profile.
 
     The program takes one dictionary of inputs and returns one of outputs, both in the order of the specs.
-    Its weights are floating point; a backend makes of them what the quantisation needs.
+    Its weights are floating point; a backend makes of them what the quantisation needs. They are those of the
+    module that was traced.
     """
 
+    module: nn.Module
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     program: ExportedProgram

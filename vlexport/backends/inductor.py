@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -165,12 +166,14 @@ def _compute_once(program: ExportedProgram) -> None:
 
 
 def _integers(graph: Graph) -> ExportedProgram:
-    """Trace the tower again, with integers for the matrices of its blocks as the checkpoint has them."""
+    """Trace the module again, with integers for the matrices of its blocks as the checkpoint has them."""
     from vlexport._build.export import trace
     from vlexport.backends._integers import in_integers
     from vlexport.onnx.quantize import check_complete, read_weights
 
-    tower, weights = graph.tower(), read_weights(graph.program)
+    # A copy with the same tensors: the graph's own module stays as it was traced.
+    tensors = graph.module.state_dict(keep_vars=True).values()
+    tower, weights = deepcopy(graph.module, {id(each): each for each in tensors}), read_weights(graph.program)
     names = graph.recipe.weight_names(graph.checkpoint, graph.config)
     chosen = {
         name: stored
