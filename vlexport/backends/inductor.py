@@ -1,6 +1,6 @@
 """TorchInductor: an AOTInductor package that runs where no compiler is, its weights in a file next to it.
 
-Attention stays the eager operator: torch's own kernel, called once per run of equal segments.
+Attention stays the eager operator, called once per run of equal segments.
 """
 
 from __future__ import annotations
@@ -173,7 +173,8 @@ def _integers(graph: Graph) -> ExportedProgram:
 
     # A copy with the same tensors: the graph's own module stays as it was traced.
     tensors = graph.module.state_dict(keep_vars=True).values()
-    tower, weights = deepcopy(graph.module, {id(each): each for each in tensors}), read_weights(graph.program)
+    tower = deepcopy(graph.module, {id(tensor): tensor for tensor in tensors})
+    weights = read_weights(graph.program)
     names = graph.recipe.weight_names(graph.checkpoint, graph.config)
     chosen = {
         name: stored

@@ -179,7 +179,8 @@ def running(
         with torch.inference_mode():
             yield lambda sample, rows: eager(inputs(sample, rows))
         return
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
         traced = TowerSpec(
             recipe=_with_rows(subject.recipe, extra),
             checkpoint=subject.checkpoint,
@@ -190,12 +191,12 @@ def running(
         )
         with ONE_BUILD:
             graph = trace(traced, module)
-            backend.build(graph, Options(), Path(folder))
+            backend.build(graph, Options(), folder)
         spec = EngineSpec(inputs=graph.inputs, outputs=graph.outputs, profile=profile)
         # The engine has weights of its own.
         del graph, module
         give_back(subject.size)
-        with Engine(backend.open(Folder(Path(folder)), spec, Options()), spec) as engine:
+        with Engine(backend.open(Folder(folder), spec, Options()), spec) as engine:
             # Some engines leave what they made on their device.
             yield lambda sample, rows: {
                 name: output.cpu() for name, output in engine.run(inputs(sample, rows)).items()

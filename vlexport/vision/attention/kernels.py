@@ -76,8 +76,8 @@ def _heads_first(rows_NHD: Tensor, count: int) -> Tensor:
 @cache
 def _multiplies_bfloat16(device: str) -> bool:
     """Return whether torch multiplies matrices in bfloat16 here, and its attention in float32."""
-    found = torch.cpu.get_capabilities()
-    return device == "cpu" and bool(found.get("avx512_bf16")) and not found.get("amx_bf16")
+    has = torch.cpu.get_capabilities().get
+    return device == "cpu" and bool(has("avx512_bf16")) and not has("amx_bf16")
 
 
 def _by_products(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
